@@ -1,0 +1,144 @@
+"""``MXTensor``: quantized values and their scales, a frozen dataclass registered as a pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .formats import SCALE_DTYPE
+
+_TRANSPOSED_BLOCK = {"rowwise": "colwise", "colwise": "rowwise", "square": "square"}
+
+
+@dataclass(frozen=True, eq=False)
+class MXTensor:
+    """A quantized tensor: e4m3 or e5m2 values and one power-of-two scale per block of 32.
+
+    | field | shape | dtype | layout |
+    |---|---|---|---|
+    | ``qdata`` | ``(..., M, K)``; ``(Mp, K)`` for colwise with ``offs`` | fp8 | row-major; colwise: column-major |
+    | ``scale`` (rowwise) | ``(..., M, ceil(K/32))`` | float8_e8m0fnu | row-major |
+    | ``scale`` (colwise) | ``(..., ceil(M/32), K)`` | float8_e8m0fnu | column-major |
+    | ``scale`` (square) | ``(..., ceil(M/32), ceil(K/32))`` | float8_e8m0fnu | row-major |
+    | ``scale`` (blocked) | see ``mxmoe.shapes`` | float8_e8m0fnu | 128x4 tiles |
+    | ``offs`` | ``(G,)`` or None | int32 | group ends that qdata uses (padded to 32 for colwise) |
+    | ``source_offs`` | ``(G,)`` or None | int32 | group ends of the original tensor |
+
+    ``shape`` is the logical shape, before padding. ``transpose(-2, -1)`` moves no data: it turns rowwise into colwise.
+    It is a pytree, so it crosses ``torch.compile``, ``torch.utils._pytree`` and checkpointing; it is no Tensor
+    subclass and has no gradient.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    block: str
+    layout: str
+    shape: torch.Size
+    orig_dtype: torch.dtype
+    offs: Tensor | None = None
+    source_offs: Tensor | None = None
+
+    @property
+    def elem_dtype(self) -> torch.dtype:
+        """Element type of ``qdata``."""
+        return self.qdata.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of ``qdata``."""
+        return self.qdata.device
+
+    @property
+    def ndim(self) -> int:
+        """Number of logical dims."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and scales."""
+        return self.qdata.nbytes + self.scale.nbytes
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """Logical shape, or one entry of it."""
+        return self.shape if dim is None else self.shape[dim]
+
+    @property
+    def scale_bytes(self) -> Tensor:
+        """``scale`` viewed as uint8: what kernels, collectives and op boundaries take."""
+        return self.scale.view(torch.uint8)
+
+    def transpose(self, dim0: int, dim1: int) -> MXTensor:
+        """The same bytes seen with the last two dims exchanged. ``ValueError`` for other dims or a blocked scale."""
+        n = self.ndim
+        if {dim0 % n, dim1 % n} != {n - 2, n - 1}:
+            raise ValueError(f"MXTensor.transpose exchanges the last two dims only, got ({dim0}, {dim1}) of {n}")
+        *lead, m, k = self.shape
+        # A blocked scale belongs to the contraction, not to an orientation: the same buffer describes both views.
+        scale = self.scale if self.layout == "blocked" else self.scale.transpose(-2, -1)
+        return dataclasses.replace(
+            self,
+            qdata=self.qdata.transpose(-2, -1),
+            scale=scale,
+            block=_TRANSPOSED_BLOCK[self.block],
+            shape=torch.Size([*lead, k, m]),
+        )
+
+    @property
+    def mT(self) -> MXTensor:  # noqa: N802 (torch's name)
+        """``transpose(-2, -1)``."""
+        return self.transpose(-2, -1)
+
+    def t(self) -> MXTensor:
+        """``transpose(0, 1)`` of a 2-D MXTensor."""
+        if self.ndim != 2:
+            raise ValueError(f"MXTensor.t() needs 2 dims, got shape {tuple(self.shape)}: use .mT")
+        return self.transpose(0, 1)
+
+    def to(self, device: torch.device | str) -> MXTensor:
+        """A copy on another device; dtypes never change."""
+        moved = {
+            name: value.to(device)
+            for name in ("qdata", "scale", "offs", "source_offs")
+            if (value := getattr(self, name)) is not None
+        }
+        return dataclasses.replace(self, **moved)
+
+    def __repr__(self) -> str:
+        groups = "" if self.offs is None else f", groups={self.offs.numel()}"
+        elem = str(self.elem_dtype).removeprefix("torch.")
+        return f"MXTensor({tuple(self.shape)}, {elem}, {self.block}, {self.layout}{groups}, device={self.device})"
+
+
+def make(
+    qdata: Tensor,
+    scale: Tensor,
+    *,
+    block: str,
+    layout: str,
+    shape: torch.Size,
+    orig_dtype: torch.dtype,
+    offs: Tensor | None = None,
+    source_offs: Tensor | None = None,
+) -> MXTensor:
+    """Build an MXTensor from the outputs of an op, whose scales are uint8."""
+    return MXTensor(qdata, scale.view(SCALE_DTYPE), block, layout, shape, orig_dtype, offs, source_offs)
+
+
+_Context = tuple[str, str, torch.Size, torch.dtype]
+
+
+def _flatten(t: MXTensor) -> tuple[list[Tensor | None], _Context]:
+    return [t.qdata, t.scale, t.offs, t.source_offs], (t.block, t.layout, t.shape, t.orig_dtype)
+
+
+def _unflatten(leaves: object, context: _Context) -> MXTensor:
+    qdata, scale, offs, source_offs = leaves  # type: ignore[misc]
+    block, layout, shape, orig_dtype = context
+    return MXTensor(qdata, scale, block, layout, shape, orig_dtype, offs, source_offs)
+
+
+pytree.register_pytree_node(MXTensor, _flatten, _unflatten, serialized_type_name="mxmoe.MXTensor")
