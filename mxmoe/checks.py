@@ -1,0 +1,126 @@
+"""Checks of user input: one place, eager and fake alike, before anything is launched. Errors name argument, value, cure."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from .formats import BLOCKS, INPUT_DTYPES, LAYOUTS, SCALE_MODES, elem_format
+
+_DTYPE_NAMES = ", ".join(str(d).removeprefix("torch.") for d in INPUT_DTYPES)
+
+
+def _is_dtensor(t: Tensor) -> bool:
+    return hasattr(t, "_local_tensor") and hasattr(t, "placements")
+
+
+def tensor(t: object, name: str, dims: tuple[int, ...] | None = None) -> Tensor:
+    """A local floating-point tensor of one of ``dims`` dims."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+    if _is_dtensor(t):
+        raise TypeError(
+            f"{name} is a DTensor with placements {getattr(t, 'placements', None)}: grouped GEMMs work on local tensors; "
+            f"pass {name}.to_local() (expert parallelism: the local experts; sharded K is exact only if K / world is a "
+            "multiple of 32)"
+        )
+    if t.dtype not in INPUT_DTYPES:
+        raise TypeError(f"{name} must be {_DTYPE_NAMES} (or an MXTensor), got {str(t.dtype).removeprefix('torch.')}")
+    if dims is not None and t.ndim not in dims:
+        wanted = " or ".join(f"{d}-D" for d in dims)
+        raise ValueError(f"{name} must be {wanted}, got shape {tuple(t.shape)}")
+    return t
+
+
+def offs(value: object, name: str, device: torch.device, groups: int | None = None) -> Tensor:
+    """Group ends as an int32 tensor ``(G,)`` on ``device``; int64 is cast. Contents need a sync: see ``debug_offs``."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be an int32 tensor of group ends on {device}, got {type(value).__name__}")
+    if value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 (int64 is cast), got {str(value.dtype).removeprefix('torch.')}")
+    if value.ndim != 1:
+        raise ValueError(f"{name} must be 1-D (G,), got shape {tuple(value.shape)}")
+    if value.device != device:
+        raise ValueError(f"{name} is on {value.device}, the operands are on {device}: move it with {name}.to({str(device)!r})")
+    if value.shape[0] == 0:
+        raise ValueError(f"{name} is empty: it needs one end per group (at least one group)")
+    if groups is not None and value.shape[0] != groups:
+        hint = ""
+        if value.shape[0] == groups + 1:
+            hint = f" ({name} holds cumulative ends without a leading zero: drop the first entry if it is 0)"
+        raise ValueError(f"{name} has {value.shape[0]} entries, expected {groups}: one cumulative end per group{hint}")
+    return value.to(torch.int32).contiguous()
+
+
+def debug_offs(value: Tensor, total: int, name: str = "offs") -> None:
+    """Check the contents of group ends: non-decreasing, within ``[0, total]``. Names the first bad entry.
+
+    Opt-in: call it yourself, or set ``MXMOE_DEBUG=1`` to have every call do so. Sync: one device-to-host copy.
+    Raises: ``ValueError``.
+    """
+    previous = 0
+    for i, end in enumerate(value.tolist()):
+        if end < previous:
+            hint = " (are these group sizes? offs holds cumulative ends: sizes.cumsum(0))" if i else ""
+            raise ValueError(f"{name}[{i}] = {end} is smaller than the end before it, {previous}{hint}")
+        if end > total:
+            raise ValueError(f"{name}[{i}] = {end} lies beyond the {total} rows there are")
+        previous = end
+
+
+def maybe_debug_offs(value: Tensor, total: int, name: str = "offs") -> None:
+    """``debug_offs`` if ``MXMOE_DEBUG=1`` and values exist (not while compiling or faking)."""
+    if torch.compiler.is_compiling() or os.environ.get("MXMOE_DEBUG") != "1":
+        return
+    if isinstance(value, torch._subclasses.FakeTensor) or value.device.type == "meta":
+        return
+    debug_offs(value, int(total), name)
+
+
+def block(value: str) -> str:
+    """"rowwise", "colwise" or "square"."""
+    if value not in BLOCKS:
+        raise ValueError(f"block must be one of {BLOCKS}, got {value!r}")
+    return value
+
+
+def layout(value: str) -> str:
+    """"plain" or "blocked"."""
+    if value not in LAYOUTS:
+        raise ValueError(f"layout must be one of {LAYOUTS}, got {value!r}")
+    return value
+
+
+def scale_mode(value: str) -> str:
+    """A scale mode of :mod:`mxmoe.formats`."""
+    if value not in SCALE_MODES:
+        raise ValueError(f"scale_mode must be one of {SCALE_MODES}, got {value!r}")
+    return value
+
+
+def elem_dtype(value: torch.dtype) -> torch.dtype:
+    """float8_e4m3fn or float8_e5m2."""
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"elem_dtype must be a torch.dtype, got {type(value).__name__}")
+    return elem_format(value).dtype
+
+
+def out_dtype(value: torch.dtype | None, default: torch.dtype, name: str = "out_dtype") -> torch.dtype:
+    """A floating-point result dtype."""
+    if value is None:
+        return default
+    if value not in INPUT_DTYPES:
+        raise TypeError(f"{name} must be one of {_DTYPE_NAMES} or None, got {value}")
+    return value
+
+
+def bias(value: object, groups: int, n: int, device: torch.device) -> Tensor:
+    """``(G, N)`` bias, one row per group."""
+    b = tensor(value, "bias")
+    if tuple(b.shape) != (groups, n):
+        raise ValueError(f"bias must have shape (G, N) = ({groups}, {n}): one row per group; got {tuple(b.shape)}")
+    if b.device != device:
+        raise ValueError(f"bias is on {b.device}, the operands are on {device}")
+    return b

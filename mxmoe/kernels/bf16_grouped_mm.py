@@ -1,0 +1,412 @@
+"""Grouped GEMM in bf16: persistent, TMA-fed, for groups along the rows (fprop, dgrad) and along the contraction (wgrad).
+
+    M groups                                         K groups
+              b[g]  (N, K)                              a (M, N)          b (M, K)
+              +------+                                  +----+            +------+
+     a (M, K) |      |        out (M, N)             g0 |    |         g0 |      |        out (G, N, K)
+     +-----+  +------+        +-----+                   +----+            +------+        +------+
+  g0 |     |           --->   |     | rows of g0     g1 |    |         g1 |      |  --->  | g0   | a_g0.T @ b_g0
+     +-----+                  +-----+                   |    |            |      |        +------+
+  g1 |     |                  |     | rows of g1        +----+            +------+        | g1   | a_g1.T @ b_g1
+     +-----+                  +-----+                    tail: no group, not read         +------+
+     tail: no group  --->     zeros
+
+Grid     one program per SM; each walks output tiles t = pid, pid + programs, ... Tiles of one group are contiguous in t
+         and ordered in bands of GROUP_M row tiles, so the tiles in flight share operand tiles in L2. The group of a tile
+         is found from a prefix sum over offs that stays in registers (one element per thread).
+Writes   every element of out exactly once: rows beyond offs[-1] and slices of empty groups are zeros, written here.
+Traffic  operands: read once per tile row or column, mostly from L2; out: written once. fp32 accumulation, one rounding.
+Index    TMA boxes are bounded by hardware; pointer forms use int64.
+Source   Triton tutorial 09 (persistent matmul); triton/tools/ragged_tma.py (bounds of one group without a new descriptor).
+
+Rows beyond the end of a group inside a row tile of M groups are the next group's: they are multiplied and not stored. A
+contraction must not do that: 0 x NaN is NaN, so in K groups both operands read zeros beyond their group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ._groups import group_bounds, last_end
+
+# A ragged descriptor sees rows [start, start + size) of a matrix as a tensor of its own. Two leading dims of stride
+# 2**34 - s and s (s: the row stride, in elements) and a row dim of 2**30: the address is base + (start + row) * s modulo
+# 2**64, and the hardware bound 2**30 falls on start + size.
+RAGGED_ROWS = tl.constexpr(1 << 30)
+_RAGGED_DIM = 0x7FFF0000
+_TMA_ALIGN = 16  # bytes
+
+
+@triton.jit
+def _ragged_load(desc, start, size, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Rows ``row ..`` of the group at ``start``; zeros beyond ``size``."""
+    box = desc.load([RAGGED_ROWS, start + size, RAGGED_ROWS - size + row, col])
+    return box.reshape(ROWS, COLS)
+
+
+@triton.jit
+def _ragged_store(desc, start, size, row, col, tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Rows ``row ..`` of the group at ``start``; nothing is written beyond ``size``."""
+    desc.store([RAGGED_ROWS, start + size, RAGGED_ROWS - size + row, col], tile.reshape(1, 1, ROWS, COLS))
+
+
+@triton.jit
+def _halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Left and right half of a tile."""
+    return tile.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def _band(t, rows, cols, GROUP: tl.constexpr):
+    """Tile ``t`` of a ``rows x cols`` grid, walked column by column in bands of GROUP row tiles."""
+    band = t // (GROUP * cols)
+    first = band * GROUP
+    height = tl.minimum(rows - first, GROUP)
+    within = t - first * cols
+    return first + within % height, within // height
+
+
+@triton.jit
+def _store_rows(out, tile, start, size, row, n0, N, TMA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Store a tile of ``out (M, N)`` at row ``row`` of the group at ``start``."""
+    if TMA:
+        _ragged_store(out, start, size, row, n0, tile, ROWS, COLS)
+    else:
+        r = row + tl.arange(0, ROWS)
+        c = n0 + tl.arange(0, COLS)
+        at = (start + r).to(tl.int64)[:, None] * N + c[None, :]
+        tl.store(out + at, tile, mask=(r < size)[:, None] & (c < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["M", "G"])
+def _bf16_mm_m_groups_kernel(
+    out,  # (M, N): ragged descriptor if TMA_OUT, else pointer
+    out_ptr,  # (M, N)
+    a,  # (M, K): descriptor (BLOCK_M, BLOCK_K) if TMA, else pointer
+    b,  # (G, N, K): descriptor (1, BLOCK_N, BLOCK_K), or of its transpose if B_ROWS, or pointer
+    bias_ptr,  # (G, N)
+    offs_ptr,  # (G,) int32, ends of rows
+    M,
+    N,
+    K,
+    G,
+    stride_am,
+    stride_bg,
+    stride_bn,
+    stride_bk,
+    G_POW2: tl.constexpr,
+    B_ROWS: tl.constexpr,  # b is stored (G, K, N): the contraction is the row dim
+    HAS_BIAS: tl.constexpr,
+    TMA: tl.constexpr,
+    TMA_OUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    HALVES: tl.constexpr,  # the tile is stored in two halves: half the shared memory
+    FLATTEN: tl.constexpr,
+):
+    # 1. Tiles of every group, as a prefix sum.
+    num_n = tl.cdiv(N, BLOCK_N)
+    _, ends, sizes = group_bounds(offs_ptr, G, M, G_POW2)
+    tile_ends = tl.cumsum(tl.cdiv(sizes, BLOCK_M), 0) * num_n
+    total = tl.max(tile_ends, 0)
+    programs = tl.num_programs(0)
+    OUT_DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+
+    for t in tl.range(tl.program_id(0), total, programs, flatten=FLATTEN):
+        # 2. Which group, which tile of it. Ends and tile ends never decrease: selecting is a max or a min.
+        done = tile_ends <= t
+        g = tl.sum(done.to(tl.int32), 0)
+        first = tl.max(tl.where(done, tile_ends, 0), 0)
+        start = tl.max(tl.where(done, ends, 0), 0)
+        size = tl.min(tl.where(done, M, ends), 0) - start
+        tile_m, tile_n = _band(t - first, tl.cdiv(size, BLOCK_M), num_n, GROUP_M)
+        row = tile_m * BLOCK_M
+        m0 = start + row
+        n0 = tile_n * BLOCK_N
+
+        # 3. Contraction. Columns beyond K are zeros in both operands.
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if TMA:
+            for k in range(0, K, BLOCK_K):
+                a_tile = a.load([m0, k])
+                if B_ROWS:
+                    acc = tl.dot(a_tile, b.load([g, k, n0]).reshape(BLOCK_K, BLOCK_N), acc)
+                else:
+                    acc = tl.dot(a_tile, b.load([g, n0, k]).reshape(BLOCK_N, BLOCK_K).T, acc)
+        else:
+            rows = row + tl.arange(0, BLOCK_M)
+            cols = n0 + tl.arange(0, BLOCK_N)
+            kk = tl.arange(0, BLOCK_K)
+            a_row = a + (start + rows).to(tl.int64)[:, None] * stride_am
+            b_col = b + g.to(tl.int64) * stride_bg + cols.to(tl.int64)[None, :] * stride_bn
+            for k in range(0, K, BLOCK_K):
+                k_in = k + kk < K
+                a_tile = tl.load(a_row + (k + kk)[None, :], mask=(rows < size)[:, None] & k_in[None, :], other=0.0)
+                b_at = b_col + (k + kk).to(tl.int64)[:, None] * stride_bk
+                b_tile = tl.load(b_at, mask=k_in[:, None] & (cols < N)[None, :], other=0.0)
+                acc = tl.dot(a_tile, b_tile, acc)
+
+        # 4. Bias in fp32, one rounding, store.
+        if HAS_BIAS:
+            cols = n0 + tl.arange(0, BLOCK_N)
+            bias = tl.load(bias_ptr + g.to(tl.int64) * N + cols, mask=cols < N, other=0.0)
+            acc += bias.to(tl.float32)[None, :]
+        if HALVES:
+            left, right = _halves(acc, BLOCK_M, BLOCK_N)
+            _store_rows(out, left.to(OUT_DTYPE), start, size, row, n0, N, TMA_OUT, BLOCK_M, BLOCK_N // 2)
+            n1 = n0 + BLOCK_N // 2
+            _store_rows(out, right.to(OUT_DTYPE), start, size, row, n1, N, TMA_OUT, BLOCK_M, BLOCK_N // 2)
+        else:
+            _store_rows(out, acc.to(OUT_DTYPE), start, size, row, n0, N, TMA_OUT, BLOCK_M, BLOCK_N)
+
+    # 5. Rows that belong to no group: the same walk goes on over tiles of zeros.
+    tail = last_end(offs_ptr, G, M, G_POW2)
+    tail_tiles = tl.cdiv(M - tail, BLOCK_M) * num_n
+    begin = tl.program_id(0) + tl.cdiv(tl.maximum(total - tl.program_id(0), 0), programs) * programs
+    zeros = tl.zeros((BLOCK_M, BLOCK_N), OUT_DTYPE)
+    for t in range(begin - total, tail_tiles, programs):
+        row = (t // num_n) * BLOCK_M
+        _store_rows(out_ptr, zeros, tail, M - tail, row, (t % num_n) * BLOCK_N, N, False, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _store_slice(out, tile, g, n0, k0, N, K, TMA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Store a tile of ``out (G, N, K)``."""
+    if TMA:
+        out.store([g, n0, k0], tile.reshape(1, ROWS, COLS))
+    else:
+        r = n0 + tl.arange(0, ROWS)
+        c = k0 + tl.arange(0, COLS)
+        at = (g.to(tl.int64) * N + r)[:, None] * K + c[None, :]
+        tl.store(out + at, tile, mask=(r < N)[:, None] & (c < K)[None, :])
+
+
+@triton.jit(do_not_specialize=["M", "G"])
+def _bf16_mm_k_groups_kernel(
+    out,  # (G, N, K): descriptor if TMA_OUT, else pointer
+    out_ptr,  # (G, N, K)
+    a,  # (M, N): ragged descriptor (BLOCK_M, BLOCK_N) if TMA, else pointer
+    b,  # (M, K): ragged descriptor (BLOCK_M, BLOCK_K) if TMA, else pointer
+    offs_ptr,  # (G,) int32, ends of rows: the contraction
+    M,
+    N,
+    K,
+    G,
+    stride_am,
+    stride_bm,
+    G_POW2: tl.constexpr,
+    TMA: tl.constexpr,
+    TMA_OUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # rows of one step of the contraction
+    GROUP_N: tl.constexpr,
+    HALVES: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    # 1. Every group has the same tiles; only the length of the contraction differs.
+    num_n = tl.cdiv(N, BLOCK_N)
+    num_k = tl.cdiv(K, BLOCK_K)
+    starts, _, sizes = group_bounds(offs_ptr, G, M, G_POW2)
+    index = tl.arange(0, G_POW2)
+    per_group = num_n * num_k
+    OUT_DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+
+    for t in tl.range(tl.program_id(0), G * per_group, tl.num_programs(0), flatten=FLATTEN):
+        # 2. Which group, which tile of it.
+        g = t // per_group
+        start = tl.sum(tl.where(index == g, starts, 0), 0)
+        size = tl.sum(tl.where(index == g, sizes, 0), 0)
+        tile_n, tile_k = _band(t - g * per_group, num_n, num_k, GROUP_N)
+        n0 = tile_n * BLOCK_N
+        k0 = tile_k * BLOCK_K
+
+        # 3. Contraction over the rows of the group. An empty group takes one step over nothing: zeros.
+        steps = tl.maximum(tl.cdiv(size, BLOCK_M), 1)
+        tl.assume(steps > 0)
+        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        if TMA:
+            for step in range(0, steps):
+                a_tile = _ragged_load(a, start, size, step * BLOCK_M, n0, BLOCK_M, BLOCK_N)
+                b_tile = _ragged_load(b, start, size, step * BLOCK_M, k0, BLOCK_M, BLOCK_K)
+                acc = tl.dot(a_tile.T, b_tile, acc)
+        else:
+            r = tl.arange(0, BLOCK_M)
+            n = n0 + tl.arange(0, BLOCK_N)
+            k = k0 + tl.arange(0, BLOCK_K)
+            for step in range(0, steps):
+                row = step * BLOCK_M + r
+                at = (start + row).to(tl.int64)
+                a_at = a + n[:, None] + at[None, :] * stride_am
+                b_at = b + k[None, :] + at[:, None] * stride_bm
+                a_tile = tl.load(a_at, mask=(n < N)[:, None] & (row < size)[None, :], other=0.0)
+                b_tile = tl.load(b_at, mask=(row < size)[:, None] & (k < K)[None, :], other=0.0)
+                acc = tl.dot(a_tile, b_tile, acc)
+
+        # 4. One rounding, store.
+        if HALVES:
+            left, right = _halves(acc, BLOCK_N, BLOCK_K)
+            _store_slice(out, left.to(OUT_DTYPE), g, n0, k0, N, K, TMA_OUT, BLOCK_N, BLOCK_K // 2)
+            k1 = k0 + BLOCK_K // 2
+            _store_slice(out, right.to(OUT_DTYPE), g, n0, k1, N, K, TMA_OUT, BLOCK_N, BLOCK_K // 2)
+        else:
+            _store_slice(out, acc.to(OUT_DTYPE), g, n0, k0, N, K, TMA_OUT, BLOCK_N, BLOCK_K)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile of the output, step of the contraction, and how the tile is stored."""
+
+    rows: int
+    cols: int
+    step: int
+    band: int
+    tma_out: bool
+    halves: bool
+    flatten: bool
+    warps: int
+    stages: int
+
+
+M_GROUPS_CONFIG = Config(128, 256, 64, band=8, tma_out=True, halves=True, flatten=True, warps=8, stages=4)
+K_GROUPS_CONFIG = Config(128, 256, 64, band=8, tma_out=True, halves=True, flatten=True, warps=8, stages=4)
+POINTER_CONFIG = Config(128, 128, 32, band=8, tma_out=False, halves=False, flatten=False, warps=8, stages=3)
+
+
+@cache
+def _programs(device: torch.device) -> int:
+    """Size of the persistent grid."""
+    if device.type != "cuda":
+        return 2  # the interpreter: more than one, so that the walk is exercised
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _tma_ready(*tensors: Tensor) -> bool:
+    """Base and every stride but the last are multiples of 16 bytes, the last is 1: what a TMA descriptor takes."""
+    for t in tensors:
+        size = t.element_size()
+        if t.stride(-1) != 1 or t.data_ptr() % _TMA_ALIGN or t.size(0) >= RAGGED_ROWS.value:
+            return False
+        if any(s <= 0 or s * size % _TMA_ALIGN or s * size >= 1 << 34 for s in t.stride()[:-1]):
+            return False
+    return True
+
+
+def _desc(t: Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))
+
+
+def _ragged_desc(t: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """Descriptor for ``_ragged_load`` and ``_ragged_store`` of a matrix."""
+    s = t.stride(0)
+    shape = [_RAGGED_DIM, _RAGGED_DIM, RAGGED_ROWS.value, t.size(1)]
+    return TensorDescriptor(t, shape, [2**34 - s, s, s, 1], [1, 1, rows, cols])
+
+
+def bf16_mm_m_groups(
+    a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype, config: Config | None = None
+) -> Tensor:
+    """Launch. ``a (M, K)``, ``b (G, N, K)`` with either of its last two dims contiguous, ``offs (G,)`` -> ``(M, N)``."""
+    m, k = a.shape
+    g, n, _ = b.shape
+    out = a.new_empty((m, n), dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    if g == 0:
+        return out.zero_()
+    if a.stride(-1) != 1:
+        a = a.contiguous()
+    b_rows = b.stride(-1) != 1
+    if b_rows and b.stride(-2) != 1:
+        b, b_rows = b.contiguous(), False
+    stored = b.mT if b_rows else b
+    tma = k > 0 and _tma_ready(a, stored)
+    c = config or (M_GROUPS_CONFIG if tma else POINTER_CONFIG)
+    tma_out = tma and c.tma_out and _tma_ready(out)
+    halves = c.halves and (out_dtype != torch.float32 or not tma_out or c.cols <= 128 or True)
+    cols = c.cols // 2 if halves else c.cols
+    b_block = (1, c.step, c.cols) if b_rows else (1, c.cols, c.step)
+    _bf16_mm_m_groups_kernel[(_programs(a.device),)](
+        _ragged_desc(out, c.rows, cols) if tma_out else out,
+        out,
+        _desc(a, c.rows, c.step) if tma else a,
+        _desc(stored, *b_block) if tma else b,
+        out if bias is None else bias.contiguous(),
+        offs,
+        m,
+        n,
+        k,
+        g,
+        a.stride(0),
+        b.stride(0),
+        b.stride(1),
+        b.stride(2),
+        G_POW2=triton.next_power_of_2(g),
+        B_ROWS=b_rows,
+        HAS_BIAS=bias is not None,
+        TMA=tma,
+        TMA_OUT=tma_out,
+        BLOCK_M=c.rows,
+        BLOCK_N=c.cols,
+        BLOCK_K=c.step,
+        GROUP_M=c.band,
+        HALVES=halves,
+        FLATTEN=c.flatten,
+        num_warps=c.warps,
+        num_stages=c.stages,
+    )
+    return out
+
+
+def bf16_mm_k_groups(
+    a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype, config: Config | None = None
+) -> Tensor:
+    """Launch. ``a (M, N)``, ``b (M, K)``, ``offs (G,)`` ends along M -> ``(G, N, K)``; an empty group gives zeros."""
+    m, n = a.shape
+    k = b.size(1)
+    g = offs.numel()
+    out = a.new_empty((g, n, k), dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    if m == 0:
+        return out.zero_()
+    a = a if a.stride(-1) == 1 else a.contiguous()
+    b = b if b.stride(-1) == 1 else b.contiguous()
+    tma = _tma_ready(a, b)
+    c = config or (K_GROUPS_CONFIG if tma else POINTER_CONFIG)
+    tma_out = tma and c.tma_out and _tma_ready(out)
+    cols = c.cols // 2 if c.halves else c.cols
+    _bf16_mm_k_groups_kernel[(_programs(a.device),)](
+        _desc(out, 1, c.rows, cols) if tma_out else out,
+        out,
+        _ragged_desc(a, c.step, c.rows) if tma else a,
+        _ragged_desc(b, c.step, c.cols) if tma else b,
+        offs,
+        m,
+        n,
+        k,
+        g,
+        a.stride(0),
+        b.stride(0),
+        G_POW2=triton.next_power_of_2(g),
+        TMA=tma,
+        TMA_OUT=tma_out,
+        BLOCK_N=c.rows,
+        BLOCK_K=c.cols,
+        BLOCK_M=c.step,
+        GROUP_N=c.band,
+        HALVES=c.halves,
+        FLATTEN=c.flatten,
+        num_warps=c.warps,
+        num_stages=c.stages,
+    )
+    return out

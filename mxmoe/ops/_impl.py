@@ -1,0 +1,43 @@
+"""The functions of F2 for a device: plain PyTorch on a CPU, Triton on CUDA. Same names, same signatures, same bytes."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import torch
+
+_STEMS = ("quantize_rowwise", "quantize_colwise", "quantize_both", "quantize_square", "dequantize")
+
+
+@functools.cache
+def _cpu() -> SimpleNamespace:
+    from ..reference import blocked, grouped_mm, quantize
+
+    found = {name: getattr(quantize, name) for name in (*_STEMS, "fake_quantize", "fake_quantize_both")}
+    found |= {name: getattr(blocked, name) for name in ("to_blocked_k_groups", "to_blocked_m_groups", "to_blocked_experts")}
+    return SimpleNamespace(**found, group_sum=grouped_mm.group_sum)
+
+
+@functools.cache
+def _cuda() -> SimpleNamespace:
+    import importlib
+
+    def kernel(stem: str, name: str) -> object:
+        return getattr(importlib.import_module(f"..kernels.{stem}", __package__), name)
+
+    found = {name: kernel(name, name) for name in _STEMS}
+    found |= {name: kernel("fake_quantize", name) for name in ("fake_quantize", "fake_quantize_both")}
+    found |= {name: kernel("blocked", name) for name in ("to_blocked_k_groups", "to_blocked_m_groups", "to_blocked_experts")}
+    return SimpleNamespace(**found, group_sum=kernel("group_sum", "group_sum"))
+
+
+def impl(device: torch.device) -> SimpleNamespace:
+    """The implementations that run on ``device``."""
+    match device.type:
+        case "cpu":
+            return _cpu()
+        case "cuda":
+            return _cuda()
+        case other:
+            raise NotImplementedError(f"mxmoe runs on cpu and cuda tensors, got a tensor on {other}")
