@@ -10,11 +10,11 @@
 
 How to write a blocked scale from a kernel of your own (all results are byte offsets, int64 where they can pass 2**31)
 
-    one matrix (R, C), or one expert   scale_ptr + matrix_byte(row, col, cdiv(C, 4))
-    M groups (rows in groups)          scale_ptr + m_group_byte(row - start_g, col, first_tile_g, cdiv(C, 4))
+    one matrix (R, C), or one expert: ``scale_ptr + matrix_byte(row, col, cdiv(C, 4))``
+    M groups (rows in groups):        ``scale_ptr + m_group_byte(row - start_g, col, first_tile_g, cdiv(C, 4))``
         starts, ends, sizes = group_bounds(offs_ptr, G, M, G_POW2);  first_tile = exclusive_sum(cdiv(sizes, 128))
-    K groups (columns in groups)       scale_ptr + k_group_byte(row, col - start_g, first_tile_g, col_tiles_g, cdiv(R, 128))
-        col_tiles = cdiv(sizes, 4);  first_tile = exclusive_sum(col_tiles): both count column tiles of that group
+    K groups (columns in groups):     ``scale_ptr + k_group_byte(row, col - start_g, first_tile_g, tiles_g, row_tiles)``
+        tiles = cdiv(sizes, 4);  first_tile = exclusive_sum(tiles): both count column tiles, each group's own
 
 The writer owes every byte: padding rows and columns of each tile, and the slack tiles behind the last group, are 0.
 
@@ -54,7 +54,7 @@ def matrix_byte(row, col, col_tiles):
 def m_group_byte(row, col, first_tile, col_tiles):
     """Byte of ``(row, col)`` in an M-group buffer. int64.
 
-    ``row`` counts from the group's first row; ``first_tile``: row tiles of all earlier groups; ``col_tiles`` = ceil(C/4).
+    ``row`` counts from the group's first row; ``first_tile``: row tiles of earlier groups; ``col_tiles`` = ceil(C/4).
     """
     tile = (first_tile + row // SF_ROWS).to(tl.int64) * col_tiles + col // SF_COLS
     return tile * SF_TILE + tile_byte(row % SF_ROWS, col % SF_COLS)
