@@ -1,4 +1,4 @@
-"""Grouped GEMM in bf16: persistent, TMA-fed, for groups along the rows (fprop, dgrad) and along the contraction (wgrad).
+"""Grouped GEMM in bf16: persistent, TMA-fed, for groups along the rows (fprop, dgrad) or the contraction (wgrad).
 
     M groups                                         K groups
               b[g]  (N, K)                              a (M, N)          b (M, K)
@@ -11,16 +11,16 @@
      +-----+                  +-----+                    tail: no group, not read         +------+
      tail: no group  --->     zeros
 
-Grid     one program per SM; each walks output tiles t = pid, pid + programs, ... Tiles of one group are contiguous in t
-         and ordered in bands of GROUP_M row tiles, so the tiles in flight share operand tiles in L2. The group of a tile
-         is found from a prefix sum over offs that stays in registers (one element per thread).
+Grid     one program per SM; each walks output tiles t = pid, pid + programs, ... Tiles of one group are contiguous in
+         t and ordered in bands of GROUP row tiles, so the tiles in flight share operand tiles in L2. The group of a
+         tile is found from a prefix sum over offs that stays in registers.
 Writes   every element of out exactly once: rows beyond offs[-1] and slices of empty groups are zeros, written here.
-Traffic  operands: read once per tile row or column, mostly from L2; out: written once. fp32 accumulation, one rounding.
+Traffic  operands: once per tile row or column, mostly from L2; out: written once. fp32 accumulation, one rounding.
 Index    TMA boxes are bounded by hardware; pointer forms use int64.
-Source   Triton tutorial 09 (persistent matmul); triton/tools/ragged_tma.py (bounds of one group without a new descriptor).
+Source   Triton tutorial 09 (persistent matmul); triton/tools/ragged_tma.py (bounds of a group, one descriptor for all).
 
-Rows beyond the end of a group inside a row tile of M groups are the next group's: they are multiplied and not stored. A
-contraction must not do that: 0 x NaN is NaN, so in K groups both operands read zeros beyond their group.
+Rows beyond the end of a group inside a row tile of M groups are the next group's: they are multiplied and not stored.
+A contraction must not do that (0 x NaN is NaN): in K groups both operands read zeros beyond their group.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ._groups import group_bounds, last_end
 
 # A ragged descriptor sees rows [start, start + size) of a matrix as a tensor of its own. Two leading dims of stride
-# 2**34 - s and s (s: the row stride, in elements) and a row dim of 2**30: the address is base + (start + row) * s modulo
-# 2**64, and the hardware bound 2**30 falls on start + size.
+# 2**34 - s and s (s: the row stride, in elements) and a row dim of 2**30: the address is base + (start + row) * s
+# modulo 2**64, and the hardware bound 2**30 falls on start + size.
 RAGGED_ROWS = tl.constexpr(1 << 30)
 _RAGGED_DIM = 0x7FFF0000
 _TMA_ALIGN = 16  # bytes
@@ -120,6 +120,8 @@ def _bf16_mm_m_groups_kernel(
     total = tl.max(tile_ends, 0)
     programs = tl.num_programs(0)
     OUT_DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    if FLATTEN:
+        tl.assume(K > 0)  # or the fused loop gets a second copy of the epilogue
 
     for t in tl.range(tl.program_id(0), total, programs, flatten=FLATTEN):
         # 2. Which group, which tile of it. Ends and tile ends never decrease: selecting is a max or a min.
@@ -190,6 +192,30 @@ def _store_slice(out, tile, g, n0, k0, N, K, TMA: tl.constexpr, ROWS: tl.constex
         tl.store(out + at, tile, mask=(r < N)[:, None] & (c < K)[None, :])
 
 
+@triton.jit
+def _store_halves(
+    out,
+    acc,
+    g,
+    n0,
+    k0,
+    N,
+    K,
+    DTYPE: tl.constexpr,
+    TMA: tl.constexpr,
+    HALVES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Round and store a tile of ``out (G, N, K)``, whole or in two halves."""
+    if HALVES:
+        left, right = _halves(acc, ROWS, COLS)
+        _store_slice(out, left.to(DTYPE), g, n0, k0, N, K, TMA, ROWS, COLS // 2)
+        _store_slice(out, right.to(DTYPE), g, n0, k0 + COLS // 2, N, K, TMA, ROWS, COLS // 2)
+    else:
+        _store_slice(out, acc.to(DTYPE), g, n0, k0, N, K, TMA, ROWS, COLS)
+
+
 @triton.jit(do_not_specialize=["M", "G"])
 def _bf16_mm_k_groups_kernel(
     out,  # (G, N, K): descriptor if TMA_OUT, else pointer
@@ -221,45 +247,75 @@ def _bf16_mm_k_groups_kernel(
     per_group = num_n * num_k
     OUT_DTYPE: tl.constexpr = out_ptr.dtype.element_ty
 
-    for t in tl.range(tl.program_id(0), G * per_group, tl.num_programs(0), flatten=FLATTEN):
-        # 2. Which group, which tile of it.
-        g = t // per_group
-        start = tl.sum(tl.where(index == g, starts, 0), 0)
-        size = tl.sum(tl.where(index == g, sizes, 0), 0)
-        tile_n, tile_k = _band(t - g * per_group, num_n, num_k, GROUP_N)
-        n0 = tile_n * BLOCK_N
-        k0 = tile_k * BLOCK_K
+    programs = tl.num_programs(0)
+    pid = tl.program_id(0)
 
-        # 3. Contraction over the rows of the group. An empty group takes one step over nothing: zeros.
-        steps = tl.maximum(tl.cdiv(size, BLOCK_M), 1)
-        tl.assume(steps > 0)
+    if FLATTEN:
+        # One loop over the steps of all tiles of this program, so that the loads of the next tile are in flight while
+        # a tile is stored. (Triton fuses nested loops itself only where the inner length is the same for every tile.)
+        tl.static_assert(TMA)
+        tile0 = index * per_group
+        mine = tl.cdiv(tl.maximum(tile0 + per_group - pid, 0), programs) - tl.cdiv(tl.maximum(tile0 - pid, 0), programs)
+        total = tl.sum(tl.where(index < G, mine * tl.maximum(tl.cdiv(sizes, BLOCK_M), 1), 0), 0)
+        t = pid - programs
+        step = 0
+        steps = 1
+        start = 0
+        size = 0
+        g = 0
+        n0 = 0
+        k0 = 0
         acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        if TMA:
-            for step in range(0, steps):
-                a_tile = _ragged_load(a, start, size, step * BLOCK_M, n0, BLOCK_M, BLOCK_N)
-                b_tile = _ragged_load(b, start, size, step * BLOCK_M, k0, BLOCK_M, BLOCK_K)
-                acc = tl.dot(a_tile.T, b_tile, acc)
-        else:
-            r = tl.arange(0, BLOCK_M)
-            n = n0 + tl.arange(0, BLOCK_N)
-            k = k0 + tl.arange(0, BLOCK_K)
-            for step in range(0, steps):
-                row = step * BLOCK_M + r
-                at = (start + row).to(tl.int64)
-                a_at = a + n[:, None] + at[None, :] * stride_am
-                b_at = b + k[None, :] + at[:, None] * stride_bm
-                a_tile = tl.load(a_at, mask=(n < N)[:, None] & (row < size)[None, :], other=0.0)
-                b_tile = tl.load(b_at, mask=(row < size)[:, None] & (k < K)[None, :], other=0.0)
-                acc = tl.dot(a_tile, b_tile, acc)
+        for _ in range(total):
+            step = tl.where(step == steps - 1, 0, step + 1)
+            if step == 0:
+                t += programs
+                g = t // per_group
+                start = tl.sum(tl.where(index == g, starts, 0), 0)
+                size = tl.sum(tl.where(index == g, sizes, 0), 0)
+                steps = tl.maximum(tl.cdiv(size, BLOCK_M), 1)
+                tile_n, tile_k = _band(t - g * per_group, num_n, num_k, GROUP_N)
+                n0 = tile_n * BLOCK_N
+                k0 = tile_k * BLOCK_K
+            a_tile = _ragged_load(a, start, size, step * BLOCK_M, n0, BLOCK_M, BLOCK_N)
+            b_tile = _ragged_load(b, start, size, step * BLOCK_M, k0, BLOCK_M, BLOCK_K)
+            acc = tl.dot(a_tile.T, b_tile, acc)
+            if step == steps - 1:
+                _store_halves(out, acc, g, n0, k0, N, K, OUT_DTYPE, TMA_OUT, HALVES, BLOCK_N, BLOCK_K)
+                acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    else:
+        for t in tl.range(pid, G * per_group, programs):
+            # 2. Which group, which tile of it.
+            g = t // per_group
+            start = tl.sum(tl.where(index == g, starts, 0), 0)
+            size = tl.sum(tl.where(index == g, sizes, 0), 0)
+            tile_n, tile_k = _band(t - g * per_group, num_n, num_k, GROUP_N)
+            n0 = tile_n * BLOCK_N
+            k0 = tile_k * BLOCK_K
 
-        # 4. One rounding, store.
-        if HALVES:
-            left, right = _halves(acc, BLOCK_N, BLOCK_K)
-            _store_slice(out, left.to(OUT_DTYPE), g, n0, k0, N, K, TMA_OUT, BLOCK_N, BLOCK_K // 2)
-            k1 = k0 + BLOCK_K // 2
-            _store_slice(out, right.to(OUT_DTYPE), g, n0, k1, N, K, TMA_OUT, BLOCK_N, BLOCK_K // 2)
-        else:
-            _store_slice(out, acc.to(OUT_DTYPE), g, n0, k0, N, K, TMA_OUT, BLOCK_N, BLOCK_K)
+            # 3. Contraction over the rows of the group. An empty group takes one step over nothing: zeros.
+            steps = tl.maximum(tl.cdiv(size, BLOCK_M), 1)
+            acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+            if TMA:
+                for step in range(steps):
+                    a_tile = _ragged_load(a, start, size, step * BLOCK_M, n0, BLOCK_M, BLOCK_N)
+                    b_tile = _ragged_load(b, start, size, step * BLOCK_M, k0, BLOCK_M, BLOCK_K)
+                    acc = tl.dot(a_tile.T, b_tile, acc)
+            else:
+                r = tl.arange(0, BLOCK_M)
+                n = n0 + tl.arange(0, BLOCK_N)
+                k = k0 + tl.arange(0, BLOCK_K)
+                for step in range(steps):
+                    row = step * BLOCK_M + r
+                    at = (start + row).to(tl.int64)
+                    a_at = a + n[:, None] + at[None, :] * stride_am
+                    b_at = b + k[None, :] + at[:, None] * stride_bm
+                    a_tile = tl.load(a_at, mask=(n < N)[:, None] & (row < size)[None, :], other=0.0)
+                    b_tile = tl.load(b_at, mask=(row < size)[:, None] & (k < K)[None, :], other=0.0)
+                    acc = tl.dot(a_tile, b_tile, acc)
+
+            # 4. One rounding, store.
+            _store_halves(out, acc, g, n0, k0, N, K, OUT_DTYPE, TMA_OUT, HALVES, BLOCK_N, BLOCK_K)
 
 
 @dataclass(frozen=True)
@@ -275,6 +331,7 @@ class Config:
     flatten: bool
     warps: int
     stages: int
+    per_sm: int = 1  # programs on one SM
 
 
 M_GROUPS_CONFIG = Config(128, 256, 64, band=8, tma_out=True, halves=True, flatten=True, warps=8, stages=4)
@@ -283,10 +340,9 @@ POINTER_CONFIG = Config(128, 128, 32, band=8, tma_out=False, halves=False, flatt
 
 
 @cache
-def _programs(device: torch.device) -> int:
-    """Size of the persistent grid."""
+def _sms(device: torch.device) -> int:
     if device.type != "cuda":
-        return 2  # the interpreter: more than one, so that the walk is exercised
+        return 2  # the interpreter: more than one program, so that the walk is exercised
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -315,7 +371,7 @@ def _ragged_desc(t: Tensor, rows: int, cols: int) -> TensorDescriptor:
 def bf16_mm_m_groups(
     a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype, config: Config | None = None
 ) -> Tensor:
-    """Launch. ``a (M, K)``, ``b (G, N, K)`` with either of its last two dims contiguous, ``offs (G,)`` -> ``(M, N)``."""
+    """Launch. ``a (M, K)``, ``b (G, N, K)`` with one of its last two dims contiguous, ``offs (G,)`` -> ``(M, N)``."""
     m, k = a.shape
     g, n, _ = b.shape
     out = a.new_empty((m, n), dtype=out_dtype)
@@ -332,10 +388,9 @@ def bf16_mm_m_groups(
     tma = k > 0 and _tma_ready(a, stored)
     c = config or (M_GROUPS_CONFIG if tma else POINTER_CONFIG)
     tma_out = tma and c.tma_out and _tma_ready(out)
-    halves = c.halves and (out_dtype != torch.float32 or not tma_out or c.cols <= 128 or True)
-    cols = c.cols // 2 if halves else c.cols
+    cols = c.cols // 2 if c.halves else c.cols
     b_block = (1, c.step, c.cols) if b_rows else (1, c.cols, c.step)
-    _bf16_mm_m_groups_kernel[(_programs(a.device),)](
+    _bf16_mm_m_groups_kernel[(_sms(a.device) * c.per_sm,)](
         _ragged_desc(out, c.rows, cols) if tma_out else out,
         out,
         _desc(a, c.rows, c.step) if tma else a,
@@ -359,8 +414,8 @@ def bf16_mm_m_groups(
         BLOCK_N=c.cols,
         BLOCK_K=c.step,
         GROUP_M=c.band,
-        HALVES=halves,
-        FLATTEN=c.flatten,
+        HALVES=c.halves,
+        FLATTEN=c.flatten and tma,
         num_warps=c.warps,
         num_stages=c.stages,
     )
@@ -385,7 +440,7 @@ def bf16_mm_k_groups(
     c = config or (K_GROUPS_CONFIG if tma else POINTER_CONFIG)
     tma_out = tma and c.tma_out and _tma_ready(out)
     cols = c.cols // 2 if c.halves else c.cols
-    _bf16_mm_k_groups_kernel[(_programs(a.device),)](
+    _bf16_mm_k_groups_kernel[(_sms(a.device) * c.per_sm,)](
         _desc(out, 1, c.rows, cols) if tma_out else out,
         out,
         _ragged_desc(a, c.step, c.rows) if tma else a,
@@ -405,7 +460,7 @@ def bf16_mm_k_groups(
         BLOCK_M=c.step,
         GROUP_N=c.band,
         HALVES=c.halves,
-        FLATTEN=c.flatten,
+        FLATTEN=c.flatten and tma,
         num_warps=c.warps,
         num_stages=c.stages,
     )
