@@ -72,7 +72,8 @@ class ConversionReport:
         rows += [("skipped", s.name, s.module_class, s.reason) for s in self.skipped]
         widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
         for row in rows:
-            lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0), strict=True)).rstrip())
+            cells = (cell.ljust(width) for cell, width in zip(row, (*widths, 0), strict=True))
+            lines.append("  " + "  ".join(cells).rstrip())
         return "\n".join(lines)
 
 
@@ -87,7 +88,7 @@ def convert(
     """Run the experts of a transformers model in MXFP8, weights staying in high precision (training).
 
     Parameters keep their names, dtypes and identity: an optimizer built before goes on working, and a checkpoint of the
-    converted model loads into an unconverted one. Routers, shared dense MLPs, attention and ``lm_head`` are not touched.
+    converted model loads into an unconverted one. Routers, shared dense MLPs, attention and ``lm_head`` stay.
     Calling it again with the same recipe changes nothing; with another recipe, the recipe changes.
 
     | name | type | meaning |
@@ -99,8 +100,8 @@ def convert(
     | ``allow_none`` | bool | nothing to convert is no error |
 
     A pattern is the whole name or a glob over it (``*`` also matches dots), never a part of a name.
-    Raises: ``TypeError`` for something that is no module; ``ValueError`` if nothing was converted or a pattern matched no
-    expert module, listing those there are. Sync: none. Gradient: flows as before, through MXFP8 GEMMs.
+    Raises: ``TypeError`` for something that is no module; ``ValueError`` if nothing was converted or a pattern matched
+    no expert module, listing those there are. Sync: none. Gradient: flows as before, through MXFP8 GEMMs.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert() takes a torch.nn.Module, got {type(model).__name__}")
@@ -185,7 +186,9 @@ def _converted(name: str, module: nn.Module, changed: bool) -> Converted:
     return Converted(name, type(module).__name__, int(module.num_experts), shapes, changed)
 
 
-def _patterns(value: str | Iterable[str] | None, argument: str, names: Sequence[str], allow_none: bool) -> tuple[str, ...]:
+def _patterns(
+    value: str | Iterable[str] | None, argument: str, names: Sequence[str], allow_none: bool
+) -> tuple[str, ...]:
     if value is None:
         return ()
     patterns = (value,) if isinstance(value, str) else tuple(value)

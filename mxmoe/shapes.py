@@ -38,6 +38,11 @@ def column_major(shape: Sequence[int]) -> tuple[int, ...]:
     return (*outer[:-2], outer[-1], outer[-2])
 
 
+def is_transposed(strides: Sequence[int]) -> bool:
+    """Whether a matrix (the last two dims) is stored with its rows contiguous in the other dim: ``t.mT`` is row-major."""
+    return bool(strides[-1] != 1 and strides[-2] == 1)
+
+
 # --- quantized tensors: (qdata shape, scale shape), plain scale layout -----------------------------------------------
 def rowwise(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """``(..., M, K)`` -> qdata ``(..., M, K)``, scale ``(..., M, ceil(K/32))``; both row-major."""

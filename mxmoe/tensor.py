@@ -27,6 +27,7 @@ class MXTensor:
     | ``scale`` (blocked) | see ``mxmoe.shapes`` | float8_e8m0fnu | 128x4 tiles |
     | ``offs`` | ``(G,)`` or None | int32 | group ends that qdata uses (padded to 32 for colwise) |
     | ``source_offs`` | ``(G,)`` or None | int32 | group ends of the original tensor |
+    | ``k_groups`` | | bool | groups run along the blocked dim (colwise with ``offs``), so along a GEMM's contraction |
 
     ``shape`` is the logical shape, before padding. ``transpose(-2, -1)`` moves no data: it turns rowwise into colwise.
     It is a pytree, so it crosses ``torch.compile``, ``torch.utils._pytree`` and checkpointing; it is no Tensor
@@ -41,6 +42,7 @@ class MXTensor:
     orig_dtype: torch.dtype
     offs: Tensor | None = None
     source_offs: Tensor | None = None
+    k_groups: bool = False
 
     @property
     def elem_dtype(self) -> torch.dtype:
@@ -123,22 +125,23 @@ def make(
     orig_dtype: torch.dtype,
     offs: Tensor | None = None,
     source_offs: Tensor | None = None,
+    k_groups: bool = False,
 ) -> MXTensor:
     """Build an MXTensor from the outputs of an op, whose scales are uint8."""
-    return MXTensor(qdata, scale.view(SCALE_DTYPE), block, layout, shape, orig_dtype, offs, source_offs)
+    return MXTensor(qdata, scale.view(SCALE_DTYPE), block, layout, shape, orig_dtype, offs, source_offs, k_groups)
 
 
-_Context = tuple[str, str, torch.Size, torch.dtype]
+_Context = tuple[str, str, torch.Size, torch.dtype, bool]
 
 
 def _flatten(t: MXTensor) -> tuple[list[Tensor | None], _Context]:
-    return [t.qdata, t.scale, t.offs, t.source_offs], (t.block, t.layout, t.shape, t.orig_dtype)
+    return [t.qdata, t.scale, t.offs, t.source_offs], (t.block, t.layout, t.shape, t.orig_dtype, t.k_groups)
 
 
 def _unflatten(leaves: object, context: _Context) -> MXTensor:
     qdata, scale, offs, source_offs = leaves  # type: ignore[misc]
-    block, layout, shape, orig_dtype = context
-    return MXTensor(qdata, scale, block, layout, shape, orig_dtype, offs, source_offs)
+    block, layout, shape, orig_dtype, k_groups = context
+    return MXTensor(qdata, scale, block, layout, shape, orig_dtype, offs, source_offs, k_groups)
 
 
 pytree.register_pytree_node(MXTensor, _flatten, _unflatten, serialized_type_name="mxmoe.MXTensor")

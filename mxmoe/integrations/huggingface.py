@@ -24,7 +24,7 @@ from ..recipe import MXRecipe
 
 NAME = "mxmoe"
 RECIPE_ATTRIBUTE = "mxmoe_recipe"
-"""Where a converted module keeps its recipe: a plain attribute, so deepcopy and pickle carry it and state_dict does not."""
+"""Where a converted module keeps its recipe: a plain attribute, in deepcopies and pickles, not in state_dict."""
 
 _PROBE = "mxmoe.probe"
 
@@ -42,11 +42,11 @@ def register(name: str = NAME, *, recipe: MXRecipe | None = None) -> None:
     if present is not None:
         ours = isinstance(present, functools.partial) and present.func is mxmoe_experts_forward
         if not ours:
-            raise ValueError(f"experts implementation {name!r} is registered in transformers already: choose another name")
+            raise ValueError(f"experts implementation {name!r} exists in transformers already: choose another name")
         if present.keywords != forward.keywords:
             raise ValueError(
-                f"experts implementation {name!r} is registered with recipe {present.keywords['recipe']}, now asked for "
-                f"{recipe}: register the second recipe under a name of its own"
+                f"experts implementation {name!r} is registered with recipe {present.keywords['recipe']}, "
+                f"now asked for {recipe}: register the second recipe under a name of its own"
             )
         return
     interface.register(name, forward)
@@ -96,9 +96,9 @@ def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, *, reci
 
 def _as_weight_dtype(x: Tensor, w: Tensor) -> Tensor:
     # Some models normalise in fp32 in front of bf16 experts; their own loop would promote, grouped_mm takes one dtype.
-    if isinstance(w, Tensor) and w.is_floating_point() and w.dtype.itemsize > 1 and x.dtype != w.dtype:
-        if not torch.is_autocast_enabled(x.device.type):
-            return x.to(w.dtype)
+    plain = isinstance(w, Tensor) and w.dtype.itemsize > 1
+    if plain and x.dtype != w.dtype and not torch.is_autocast_enabled(x.device.type):
+        return x.to(w.dtype)
     return x
 
 
@@ -122,10 +122,10 @@ def dispatches(module: nn.Module) -> bool:
     before = module.config
     try:
         module.config = config_with(config, _PROBE)
-        # An instance may carry a forward of its own (Liger binds one); accelerate keeps the one it wraps in _old_forward.
+        # An instance may carry its own forward (Liger binds one); accelerate keeps what it wraps in _old_forward.
         forward = module.__dict__.get("_old_forward", module.forward)
         forward(None, None, None)
-    except Exception:  # noqa: BLE001  whatever a foreign forward raises on a placeholder, it did not dispatch
+    except Exception:  # whatever a foreign forward raises on a placeholder, it did not dispatch
         return False
     finally:
         module.config = before
@@ -161,7 +161,7 @@ def why_not(module: nn.Module) -> str:
     if getattr(type(module), "__module__", "").startswith("liger_kernel"):
         return f"{name} comes from Liger, which replaced the experts class: load the model with Liger's swiglu=False"
     if hasattr(module, "has_gate"):
-        return f"{name} has a forward of its own that does not ask the transformers registry: undo that replacement first"
+        return f"{name} has a forward that does not ask the transformers registry: undo that replacement first"
     return f"{name} does not use the transformers experts interface: the switch would be ignored silently"
 
 

@@ -26,7 +26,6 @@ A contraction must not do that (0 x NaN is NaN): in K groups both operands read 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -34,7 +33,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..device import sm_count
 from ._groups import group_bounds, last_end
+from ._offline import Case
 
 # A ragged descriptor sees rows [start, start + size) of a matrix as a tensor of its own. Two leading dims of stride
 # 2**34 - s and s (s: the row stride, in elements) and a row dim of 2**30: the address is base + (start + row) * s
@@ -339,11 +340,9 @@ K_GROUPS_CONFIG = Config(128, 256, 64, band=8, tma_out=True, halves=True, flatte
 POINTER_CONFIG = Config(128, 128, 32, band=8, tma_out=False, halves=False, flatten=False, warps=8, stages=3)
 
 
-@cache
-def _sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 2  # the interpreter: more than one program, so that the walk is exercised
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _programs(device: torch.device, per_sm: int) -> int:
+    """Size of the persistent grid; at least two, so that the walk is exercised in the interpreter."""
+    return max(sm_count(device), 2) * per_sm
 
 
 def _tma_ready(*tensors: Tensor) -> bool:
@@ -390,7 +389,7 @@ def bf16_mm_m_groups(
     tma_out = tma and c.tma_out and _tma_ready(out)
     cols = c.cols // 2 if c.halves else c.cols
     b_block = (1, c.step, c.cols) if b_rows else (1, c.cols, c.step)
-    _bf16_mm_m_groups_kernel[(_sms(a.device) * c.per_sm,)](
+    _bf16_mm_m_groups_kernel[(_programs(a.device, c.per_sm),)](
         _ragged_desc(out, c.rows, cols) if tma_out else out,
         out,
         _desc(a, c.rows, c.step) if tma else a,
@@ -440,7 +439,7 @@ def bf16_mm_k_groups(
     c = config or (K_GROUPS_CONFIG if tma else POINTER_CONFIG)
     tma_out = tma and c.tma_out and _tma_ready(out)
     cols = c.cols // 2 if c.halves else c.cols
-    _bf16_mm_k_groups_kernel[(_sms(a.device) * c.per_sm,)](
+    _bf16_mm_k_groups_kernel[(_programs(a.device, c.per_sm),)](
         _desc(out, 1, c.rows, cols) if tma_out else out,
         out,
         _ragged_desc(a, c.step, c.rows) if tma else a,
@@ -465,3 +464,23 @@ def bf16_mm_k_groups(
         num_stages=c.stages,
     )
     return out
+
+
+def _example(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+_OFFS = torch.tensor([16, 48], dtype=torch.int32)
+_WGMMA = {"cuda:90": r"wgmma\.mma_async\.\S*m64n256k16", "cuda:100": r"tcgen05\.mma", "cuda:120": r"mma\.sync"}
+_CALLS = {
+    "fprop": lambda: bf16_mm_m_groups(_example(64, 128), _example(2, 256, 128), _OFFS, None, torch.bfloat16),
+    "fprop bias fp32": lambda: bf16_mm_m_groups(
+        _example(64, 128), _example(2, 256, 128), _OFFS, _example(2, 256), torch.float32
+    ),
+    "dgrad": lambda: bf16_mm_m_groups(_example(64, 256), _example(2, 256, 128).mT, _OFFS, None, torch.bfloat16),
+    "wgrad": lambda: bf16_mm_k_groups(_example(64, 256), _example(64, 128), _OFFS, torch.bfloat16),
+}
+OFFLINE = [Case(name, call, expect=_WGMMA) for name, call in _CALLS.items()] + [
+    Case("fprop odd", lambda: bf16_mm_m_groups(_example(64, 81), _example(2, 71, 81), _OFFS, None, torch.bfloat16)),
+    Case("wgrad odd", lambda: bf16_mm_k_groups(_example(64, 71), _example(64, 81), _OFFS, torch.bfloat16)),
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ _STEMS = ("quantize_rowwise", "quantize_colwise", "quantize_both", "quantize_squ
 
 
 @functools.cache
-def _cpu() -> SimpleNamespace:
+def cpu() -> SimpleNamespace:
     from ..reference import blocked, grouped_mm, quantize
 
     found = {name: getattr(quantize, name) for name in (*_STEMS, "fake_quantize", "fake_quantize_both")}
@@ -20,7 +21,7 @@ def _cpu() -> SimpleNamespace:
 
 
 @functools.cache
-def _cuda() -> SimpleNamespace:
+def cuda() -> SimpleNamespace:
     import importlib
 
     def kernel(stem: str, name: str) -> object:
@@ -36,8 +37,18 @@ def impl(device: torch.device) -> SimpleNamespace:
     """The implementations that run on ``device``."""
     match device.type:
         case "cpu":
-            return _cpu()
+            return cpu()
         case "cuda":
-            return _cuda()
+            return cuda()
         case other:
             raise NotImplementedError(f"mxmoe runs on cpu and cuda tensors, got a tensor on {other}")
+
+
+def register_cuda(op: Any) -> None:
+    """Register the Triton launcher of the same name as the CUDA kernel of a custom op."""
+    name = op._name.removeprefix("mxmoe::") if hasattr(op, "_name") else op._opoverload._schema.name.removeprefix("mxmoe::")
+
+    def launch(*args: Any) -> Any:
+        return getattr(cuda(), name)(*args)
+
+    op.register_kernel("cuda")(launch)

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import checks, shapes
 from ..formats import BLOCK
 from ..tensor import MXTensor, make
-from ._impl import impl
+from ._impl import cpu, register_cuda
 from .blocked import from_blocked, from_blocked_experts, from_blocked_k_groups, from_blocked_m_groups
 
 _U8 = torch.uint8
@@ -24,11 +24,11 @@ def _padded_ends(x: Tensor, offs: Tensor | None) -> Tensor:
 
 
 # --- ops: scales are uint8 here, since float8_e8m0fnu does not survive op boundaries under torch.compile -------------
-@torch.library.custom_op("mxmoe::quantize_rowwise", mutates_args=())
+@torch.library.custom_op("mxmoe::quantize_rowwise", mutates_args=(), device_types="cpu")
 def _quantize_rowwise(
     x: Tensor, offs: Tensor | None, blocked: bool, elem_dtype: torch.dtype, scale_mode: str
 ) -> tuple[Tensor, Tensor]:
-    return impl(x.device).quantize_rowwise(x, offs, blocked, elem_dtype, scale_mode)
+    return cpu().quantize_rowwise(x, offs, blocked, elem_dtype, scale_mode)
 
 
 @_quantize_rowwise.register_fake
@@ -39,11 +39,11 @@ def _(x, offs, blocked, elem_dtype, scale_mode):  # type: ignore[no-untyped-def]
     return _empty(q_shape, elem_dtype, x), _empty(s_shape, _U8, x)
 
 
-@torch.library.custom_op("mxmoe::quantize_colwise", mutates_args=())
+@torch.library.custom_op("mxmoe::quantize_colwise", mutates_args=(), device_types="cpu")
 def _quantize_colwise(
     x: Tensor, offs: Tensor | None, blocked: bool, elem_dtype: torch.dtype, scale_mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return impl(x.device).quantize_colwise(x, offs, blocked, elem_dtype, scale_mode)
+    return cpu().quantize_colwise(x, offs, blocked, elem_dtype, scale_mode)
 
 
 @_quantize_colwise.register_fake
@@ -56,11 +56,11 @@ def _(x, offs, blocked, elem_dtype, scale_mode):  # type: ignore[no-untyped-def]
     return q, _empty(s_shape, _U8, x, column_major=True), _padded_ends(x, offs)
 
 
-@torch.library.custom_op("mxmoe::quantize_both", mutates_args=())
+@torch.library.custom_op("mxmoe::quantize_both", mutates_args=(), device_types="cpu")
 def _quantize_both(
     x: Tensor, offs: Tensor | None, blocked: bool, elem_dtype: torch.dtype, scale_mode: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return impl(x.device).quantize_both(x, offs, blocked, elem_dtype, scale_mode)
+    return cpu().quantize_both(x, offs, blocked, elem_dtype, scale_mode)
 
 
 @_quantize_both.register_fake
@@ -70,11 +70,11 @@ def _(x, offs, blocked, elem_dtype, scale_mode):  # type: ignore[no-untyped-def]
     return *row, *col
 
 
-@torch.library.custom_op("mxmoe::quantize_square", mutates_args=())
+@torch.library.custom_op("mxmoe::quantize_square", mutates_args=(), device_types="cpu")
 def _quantize_square(
     x: Tensor, column_major: bool, elem_dtype: torch.dtype, scale_mode: str
 ) -> tuple[Tensor, Tensor]:
-    return impl(x.device).quantize_square(x, column_major, elem_dtype, scale_mode)
+    return cpu().quantize_square(x, column_major, elem_dtype, scale_mode)
 
 
 @_quantize_square.register_fake
@@ -83,7 +83,7 @@ def _(x, column_major, elem_dtype, scale_mode):  # type: ignore[no-untyped-def]
     return _empty(q_shape, elem_dtype, x, column_major), _empty(s_shape, _U8, x)
 
 
-@torch.library.custom_op("mxmoe::dequantize", mutates_args=())
+@torch.library.custom_op("mxmoe::dequantize", mutates_args=(), device_types="cpu")
 def _dequantize(
     qdata: Tensor,
     scale: Tensor,
@@ -93,7 +93,7 @@ def _dequantize(
     rows: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    return impl(qdata.device).dequantize(qdata, scale, block, offs, source_offs, rows, out_dtype)
+    return cpu().dequantize(qdata, scale, block, offs, source_offs, rows, out_dtype)
 
 
 @_dequantize.register_fake
@@ -102,11 +102,11 @@ def _(qdata, scale, block, offs, source_offs, rows, out_dtype):  # type: ignore[
     return _empty(shape, out_dtype, qdata)
 
 
-@torch.library.custom_op("mxmoe::fake_quantize", mutates_args=())
+@torch.library.custom_op("mxmoe::fake_quantize", mutates_args=(), device_types="cpu")
 def _fake_quantize(
     x: Tensor, block: str, offs: Tensor | None, elem_dtype: torch.dtype, scale_mode: str, out_dtype: torch.dtype
 ) -> Tensor:
-    return impl(x.device).fake_quantize(x, block, offs, elem_dtype, scale_mode, out_dtype)
+    return cpu().fake_quantize(x, block, offs, elem_dtype, scale_mode, out_dtype)
 
 
 @_fake_quantize.register_fake
@@ -114,16 +114,28 @@ def _(x, block, offs, elem_dtype, scale_mode, out_dtype):  # type: ignore[no-unt
     return _empty(tuple(x.shape), out_dtype, x)
 
 
-@torch.library.custom_op("mxmoe::fake_quantize_both", mutates_args=())
+@torch.library.custom_op("mxmoe::fake_quantize_both", mutates_args=(), device_types="cpu")
 def _fake_quantize_both(
     x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, scale_mode: str, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    return impl(x.device).fake_quantize_both(x, offs, elem_dtype, scale_mode, out_dtype)
+    return cpu().fake_quantize_both(x, offs, elem_dtype, scale_mode, out_dtype)
 
 
 @_fake_quantize_both.register_fake
 def _(x, offs, elem_dtype, scale_mode, out_dtype):  # type: ignore[no-untyped-def]
     return _empty(tuple(x.shape), out_dtype, x), _empty(tuple(x.shape), out_dtype, x)
+
+
+for _op in (
+    _quantize_rowwise,
+    _quantize_colwise,
+    _quantize_both,
+    _quantize_square,
+    _dequantize,
+    _fake_quantize,
+    _fake_quantize_both,
+):
+    register_cuda(_op)
 
 
 # --- public functions ------------------------------------------------------------------------------------------------
@@ -177,7 +189,8 @@ def quantize(
             return make(q, s, **common, offs=offs, source_offs=offs)
         case "colwise":
             q, s, padded = torch.ops.mxmoe.quantize_colwise(x, offs, blocked, elem_dtype, scale_mode)
-            return make(q, s, **common, offs=None if offs is None else padded, source_offs=offs)
+            ends = None if offs is None else padded
+            return make(q, s, **common, offs=ends, source_offs=offs, k_groups=offs is not None)
         case "square":
             if blocked:
                 raise ValueError('block="square" has no blocked layout: quantize plain, each GEMM expands the scales')
@@ -212,9 +225,10 @@ def quantize_both(
         x, offs, layout == "blocked", elem_dtype, scale_mode
     )
     common = {"layout": layout, "shape": x.shape, "orig_dtype": x.dtype, "source_offs": offs}
+    ends = None if offs is None else padded
     return (
         make(q_row, s_row, block="rowwise", offs=offs, **common),
-        make(q_col, s_col, block="colwise", offs=None if offs is None else padded, **common),
+        make(q_col, s_col, block="colwise", offs=ends, k_groups=offs is not None, **common),
     )
 
 
@@ -231,16 +245,11 @@ def plain_scale(t: MXTensor) -> Tensor:
         scale = from_blocked_experts(t.scale_bytes, rows, cols)
     elif t.offs is None:
         scale = from_blocked(t.scale_bytes, rows, cols)
-    elif t.block == _padded_block(t):
+    elif t.k_groups:
         scale = from_blocked_k_groups(t.scale_bytes, t.offs // BLOCK, rows, cols)
     else:
         scale = from_blocked_m_groups(t.scale_bytes, t.offs, rows, cols)
     return scale.mT if flip else scale
-
-
-def _padded_block(t: MXTensor) -> str:
-    """The ``block`` under which groups run along the contraction: rows of a colwise qdata are padded groups."""
-    return "colwise"
 
 
 def dequantize(t: MXTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -258,9 +267,9 @@ def dequantize(t: MXTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     if not isinstance(t, MXTensor):
         raise TypeError(f"t must be an MXTensor (mxmoe.quantize makes one), got {type(t).__name__}")
     checks.out_dtype(dtype, dtype, "dtype")
-    if t.source_offs is not None and t.block == "rowwise" and t.qdata.shape != t.shape:
-        return dequantize(t.mT, dtype).mT.contiguous()  # a transposed colwise tensor: groups along the columns
-    grouped = t.source_offs is not None and t.block == "colwise" and t.ndim == 2
+    if t.k_groups and t.block == "rowwise":  # a transposed colwise tensor: groups along the columns
+        return dequantize(t.mT, dtype).mT.contiguous()
+    grouped = t.k_groups
     return torch.ops.mxmoe.dequantize(
         t.qdata,
         plain_scale(t),

@@ -1,0 +1,74 @@
+"""Gradients of the GEMM ops: the only file that knows them. Each backward is one op, so one dispatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ops import grouped_mm as _ops  # noqa: F401  (defines the ops)
+from .recipe import MXRecipe
+
+
+def _m_groups_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, x_scale, w, w_scale, offs, bias, _, recipe, keep = inputs
+    _, kept_q, kept_scale, kept_offs = output
+    need_x, need_w = ctx.needs_input_grad[0] and x_scale is None, ctx.needs_input_grad[2] and w_scale is None
+    kept = keep and MXRecipe.from_key(recipe).save == "mxfp8"
+    held_x = x if need_w and not kept else None
+    held = (kept_q, kept_scale, kept_offs) if kept else (None, None, None)
+    ctx.save_for_backward(held_x, w, w_scale, offs, *held)
+    ctx.recipe = recipe
+    ctx.dtypes = (
+        x.dtype if need_x else None,
+        w.dtype if need_w else None,
+        bias.dtype if bias is not None and ctx.needs_input_grad[5] else None,
+    )
+
+
+def _m_groups_backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    x, w, w_scale, offs, kept_q, kept_scale, kept_offs = ctx.saved_tensors
+    x_dtype, w_dtype, bias_dtype = ctx.dtypes
+    dx, dw, dbias = torch.ops.mxmoe.grouped_mm_m_groups_backward(
+        grad, x, w, w_scale, offs, kept_q, kept_scale, kept_offs, ctx.recipe, x_dtype, w_dtype, bias_dtype
+    )
+    return (
+        dx if x_dtype is not None else None,
+        None,
+        dw if w_dtype is not None else None,
+        None,
+        None,
+        dbias if bias_dtype is not None else None,
+        None,
+        None,
+        None,
+    )
+
+
+torch.library.register_autograd("mxmoe::grouped_mm_m_groups", _m_groups_backward, setup_context=_m_groups_setup)
+
+
+def _k_groups_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, a_scale, b, b_scale, offs, _, _, _, recipe = inputs
+    need_a, need_b = ctx.needs_input_grad[0] and a_scale is None, ctx.needs_input_grad[2] and b_scale is None
+    if (need_a and b_scale is not None) or (need_b and a_scale is not None):
+        raise NotImplementedError("a 2-D x 2-D grouped_mm with one MXTensor has no gradient for the other operand")
+    ctx.save_for_backward(a if need_b else None, b if need_a else None, offs)
+    ctx.recipe = recipe
+    ctx.dtypes = (a.dtype if need_a else None, b.dtype if need_b else None)
+
+
+def _k_groups_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, b, offs = ctx.saved_tensors
+    a_dtype, b_dtype = ctx.dtypes
+    da, db = torch.ops.mxmoe.grouped_mm_k_groups_backward(grad, a, b, offs, ctx.recipe, a_dtype, b_dtype)
+    return (
+        da if a_dtype is not None else None,
+        None,
+        db if b_dtype is not None else None,
+        *(None,) * 6,
+    )
+
+
+torch.library.register_autograd("mxmoe::grouped_mm_k_groups", _k_groups_backward, setup_context=_k_groups_setup)

@@ -1,0 +1,547 @@
+"""Register-tile arithmetic of the Gluon quantizers: 32-bit words of two values, one tile of words per program.
+
+Plain Triton leaves the ownership of a tile to the compiler; these kernels fix it, so that nothing passes through shared
+memory. A word is two neighbouring columns (``x`` read as int32). One thread owns ``4*TR`` rows x ``TW`` words:
+
+             columns ->      8 columns = 16 bytes = one load
+            +----------------+----------------+ ...       LC = 32 / LR lanes of a warp side by side
+      4*TR  | lane 0         | lane 1         |
+      rows  | words w0..w3:  |                |           w_i holds rows i, i+4, i+8, ... of the tile:
+            | rows 4r+i      |                |           four tensors (rows/4, words), so that four rows of a column
+            +----------------+----------------+ ...       become one output word inside one thread
+            | lane LC        |                |
+      ...                                                 LR lanes of a warp below each other
+
+* |max| runs on words (``max.NaN.xorsign.abs``): Inf and NaN survive, two values per instruction.
+* bf16: the inverse scale is a bf16 power of two and the product is exact, two values per instruction. (Results below
+  2**-126 round, but both element types are zero there.) fp16 goes through fp32: 2**32 does not fit.
+* ``cvt.rn.satfinite`` clamps to the largest finite value and turns NaN into 0x7F: a block that holds a NaN or an Inf
+  gets the inverse scale NaN, and all its elements become 0x7F without a select.
+
+Source: ``docs/numerics.md``, ``docs/layouts.md``; PTX ISA, ``max``, ``mul``, ``cvt``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mxmoe.formats import BLOCK, SF_ROWS, elem_format
+from mxmoe.shapes import cdiv
+
+TILE_ROWS = 128
+"""Rows of a program's tile: one row tile of the blocked layout, so a tile belongs to one group only."""
+
+LOAD_BYTES = 16
+MAX_GROUPS = 4096
+MIN_CAPABILITY = 9  # cvt to e4m3x2 from sm_89, bf16x2 products from sm_90
+INT32_MAX = 2**31 - 1
+
+
+# --- layouts: all of them give every thread the same elements --------------------------------------------------------
+@gluon.constexpr_function
+def words_layout(TR, TW, LR, WR, W, order):
+    """(rows/4, words) of one ``w_i``."""
+    return gl.BlockedLayout([TR, TW], [LR, 32 // LR], [WR, W // WR], order)
+
+
+@gluon.constexpr_function
+def row_blocks_layout(TR, TW, LR, WR, W):
+    """(row blocks, 8, words): dim 1 spans the 32 rows of one colwise block."""
+    return gl.BlockedLayout([1, TR, TW], [LR * TR // 8, 8 // TR, 32 // LR], [WR, 1, W // WR], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def col_blocks_layout(TR, TW, LR, WR, W, span):
+    """(rows/4, column blocks, span): dim 2 spans the 32 columns of one rowwise block, ``TW`` words per lane."""
+    lanes = 16 // TW
+    return gl.BlockedLayout([TR, 1, span], [LR, 32 // LR // lanes, lanes], [WR, W // WR, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def thread_words_layout(TR, TW, LR, WR, W):
+    """(rows/4, words/TW, TW): dim 2 is what one lane holds of a row."""
+    return gl.BlockedLayout([TR, 1, TW], [LR, 32 // LR, 1], [WR, W // WR, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def groups_layout(G_POW2, W):
+    """(G_POW2,) over the lanes of a warp, the same in every warp: scans and sums need no shared memory."""
+    return gl.BlockedLayout([max(1, G_POW2 // 32)], [32], [W], [0])
+
+
+# --- packed arithmetic -----------------------------------------------------------------------------------------------
+@gluon.jit
+def _absmax_bf16(a, b):
+    return gl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _absmax_fp16(a, b):
+    return gl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def absmax(a, b, FP16: gl.constexpr):
+    """Per half: max(|a|, |b|), NaN kept. The sign bits of the result mean nothing."""
+    if FP16:
+        return _absmax_fp16(a, b)
+    else:
+        return _absmax_bf16(a, b)
+
+
+@gluon.jit
+def reduce_absmax(x, axis: gl.constexpr, FP16: gl.constexpr):
+    """``absmax`` along an axis."""
+    if FP16:
+        return gl.reduce(x, axis, _absmax_fp16)
+    else:
+        return gl.reduce(x, axis, _absmax_bf16)
+
+
+@gluon.jit
+def fold_rows(a, b, FP16: gl.constexpr):
+    """Row maxima as words (even columns, odd columns) of two rows -> one word (row of a, row of b)."""
+    even = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+    odd = gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+    return absmax(even, odd, FP16)
+
+
+@gluon.constexpr_function
+def _both_halves(value):
+    return value << 16 | value
+
+
+@gluon.constexpr_function
+def _round_term(thresh):
+    """Added to bf16 bits, carries into the exponent iff mantissa > thresh (its low 16 bits are never needed)."""
+    return 0x7F - (thresh >> 16)
+
+
+@gluon.jit
+def _scale_half_fp16(half, EMAX: gl.constexpr, THRESH: gl.constexpr):
+    """fp16 bits of an amax in the low half of a word -> (byte, fp32 bits of 2**(127-byte) or NaN)."""
+    bits = (half & 0x7FFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32).to(gl.int32, bitcast=True)
+    byte = (bits >> 23) - EMAX + ((bits & 0x7FFFFF) > THRESH).to(gl.int32)
+    byte = gl.maximum(byte, 0)
+    bad = bits >= 0x7F800000
+    return gl.where(bad, 255, byte), gl.where(bad, 0x7FC00000, (254 - byte) << 23)
+
+
+@gluon.jit
+def scale_words(amax, EMAX: gl.constexpr, THRESH: gl.constexpr, FP16: gl.constexpr):
+    """Words of two amax -> (two scale bytes, one per half; multiplier of the low half; of the high half).
+
+    bf16: both multipliers are one and the same word, two bf16. fp16: each is the bits of an fp32.
+    """
+    if FP16:
+        low, low_inv = _scale_half_fp16(amax, EMAX, THRESH)
+        high, high_inv = _scale_half_fp16(amax >> 16, EMAX, THRESH)
+        return low | (high << 16), low_inv, high_inv
+    else:
+        bits = amax & 0x7FFF7FFF
+        byte = ((bits + _both_halves(_round_term(THRESH))) >> 7) & 0x01FF01FF
+        byte = gl.inline_asm_elementwise(
+            "max.u16x2 $0, $1, $2;",
+            "=r,r,r",
+            [byte, gl.full_like(byte, _both_halves(EMAX))],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        byte = byte - _both_halves(EMAX)
+        bad = ((bits + 0x00800080) >> 15) & 0x00010001
+        inv = (0x7F007F00 - (byte << 7)) | (bad * 0x7FFF)
+        return byte | (bad * 0xFF), inv, inv
+
+
+@gluon.jit
+def split_multiplier(inv_low, inv_high, FP16: gl.constexpr):
+    """Multipliers of ``scale_words`` -> the multiplier of the first and of the second row, for whole words."""
+    if FP16:
+        return inv_low, inv_high
+    else:
+        return (inv_low & 0xFFFF) * 0x00010001, ((inv_low >> 16) & 0xFFFF) * 0x00010001
+
+
+@gluon.constexpr_function
+def _scaled_pair(word, scale_low, scale_high, low, high, fp16):
+    """PTX: word of two values -> two scaled fp32 in registers ``low`` and ``high``."""
+    if fp16:
+        return (
+            f"mov.b32 {{s0, s1}}, {word}; cvt.f32.f16 {low}, s0; cvt.f32.f16 {high}, s1;"
+            f"mul.f32 {low}, {low}, {scale_low}; mul.f32 {high}, {high}, {scale_high};"
+        )
+    return (
+        f"mul.rn.bf16x2 t, {word}, {scale_low};"
+        f"shl.b32 {low}, t, 16; and.b32 {high}, t, 0xffff0000;"
+    )
+
+
+@gluon.constexpr_function
+def _col_asm(e5m2, fp16):
+    """Four rows of a word -> the four bytes of its low column ($0) and of its high column ($1)."""
+    cvt = "cvt.rn.satfinite.e5m2x2.f32" if e5m2 else "cvt.rn.satfinite.e4m3x2.f32"
+    text = "{ .reg .b32 t, l<4>, h<4>; .reg .b16 s0, s1, p<4>;"
+    for i in range(4):
+        text += _scaled_pair(f"${2 + i}", "$6", "$7", f"l{i}", f"h{i}", fp16)
+    text += f"{cvt} p0, l1, l0; {cvt} p1, l3, l2; {cvt} p2, h1, h0; {cvt} p3, h3, h2;"
+    return text + "mov.b32 $0, {p0, p1}; mov.b32 $1, {p2, p3}; }"
+
+
+@gluon.constexpr_function
+def _row_asm(e5m2, fp16):
+    """Two neighbouring words of a row (pack=2) -> four bytes."""
+    cvt = "cvt.rn.satfinite.e5m2x2.f32" if e5m2 else "cvt.rn.satfinite.e4m3x2.f32"
+    text = "{ .reg .b32 t, l<2>, h<2>; .reg .b16 s0, s1, p<2>;"
+    for i in range(2):
+        text += _scaled_pair(f"${1 + i}", f"${3 + i}", f"${3 + i}", f"l{i}", f"h{i}", fp16)
+    return text + f"{cvt} p0, h0, l0; {cvt} p1, h1, l1; mov.b32 $0, {{p0, p1}}; }}"
+
+
+@gluon.jit
+def quantize_cols(w0, w1, w2, w3, inv_low, inv_high, E5M2: gl.constexpr, FP16: gl.constexpr):
+    """Words of rows 4r .. 4r+3 -> int32 of four bytes: (even columns, odd columns)."""
+    return gl.inline_asm_elementwise(
+        _col_asm(E5M2, FP16),
+        "=r,=r,r,r,r,r,r,r",
+        [w0, w1, w2, w3, inv_low, inv_high],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def quantize_row(w, inv, E5M2: gl.constexpr, FP16: gl.constexpr):
+    """Words of a row -> int16 of two bytes each."""
+    return gl.inline_asm_elementwise(
+        _row_asm(E5M2, FP16), "=r,r,r,r,r", [w, inv], dtype=gl.int16, is_pure=True, pack=2
+    )
+
+
+# --- which tile am I -------------------------------------------------------------------------------------------------
+@gluon.jit
+def tile_order(pid, row_tiles, col_tiles, BAND: gl.constexpr):
+    """Program id -> (row tile, column tile). Bands of BAND row tiles; inside a band down the rows first.
+
+    Programs that run together then read whole stretches of rows and write whole stretches of columns.
+    """
+    band = pid // (BAND * col_tiles)
+    inside = pid % (BAND * col_tiles)
+    height = gl.minimum(row_tiles - band * BAND, BAND)
+    return band * BAND + inside % height, inside // height
+
+
+@gluon.jit
+def _max(a, b):
+    return gl.maximum(a, b)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def group_tile(offs_ptr, padded_ptr, t, G, M, write_padded, G_POW2: gl.constexpr, W: gl.constexpr):
+    """Tile ``t`` of the rows in groups, each group padded to whole tiles of 128 rows.
+
+    Returns ``(row, rows, tail, padded_row, first_tile, tiles)``: first source row and number of source rows of the tile;
+    whether it is a slack tile (behind the last group: its source rows belong to no group); first row in the output that
+    is padded to 32; first tile and number of tiles of its group. Safe for any content of offs.
+    """
+    LG: gl.constexpr = groups_layout(G_POW2, W)
+    g = gl.arange(0, G_POW2, layout=LG)
+    end = gl.load(offs_ptr + g, mask=g < G, other=0)
+    start = gl.load(offs_ptr + g - 1, mask=(g > 0) & (g < G), other=0)
+    end = gl.associative_scan(gl.minimum(gl.maximum(end, 0), M), 0, _max)
+    start = gl.associative_scan(gl.minimum(gl.maximum(start, 0), M), 0, _max)
+    size = gl.where(g < G, end - start, 0)
+    tiles = (size + 127) // 128
+    tile_end = gl.associative_scan(tiles, 0, _add)
+    tile_start = tile_end - tiles
+    padded = (size + 31) // 32 * 32
+    padded_end = gl.associative_scan(padded, 0, _add)
+    if write_padded:
+        gl.store(padded_ptr + g, padded_end, mask=g < G)
+
+    mine = (tile_start <= t) & (t < tile_end)  # true for at most one group
+    found = gl.max(mine.to(gl.int32), 0)
+    used = gl.max(tile_end, 0)
+    first_tile = gl.sum(gl.where(mine, tile_start, 0), 0)
+    inside = (t - first_tile) * 128
+    row = gl.sum(gl.where(mine, start, 0), 0) + inside
+    last = gl.sum(gl.where(mine, end, 0), 0)
+    padded_row = gl.sum(gl.where(mine, padded_end - padded, 0), 0) + inside
+    tiles_mine = gl.sum(gl.where(mine, tiles, 0), 0)
+    slack = (t - used) * 128
+    row = gl.where(found != 0, row, gl.max(end, 0) + slack)
+    rows = gl.where(found != 0, last - row, M - row)
+    padded_row = gl.where(found != 0, padded_row, gl.max(padded_end, 0) + slack)
+    return (
+        row,
+        gl.minimum(gl.maximum(rows, 0), 128),
+        found == 0,
+        padded_row,
+        gl.where(found != 0, first_tile, t),
+        gl.where(found != 0, tiles_mine, 1),
+    )
+
+
+# --- load ------------------------------------------------------------------------------------------------------------
+@gluon.jit
+def load_words(
+    x_ptr, rows, cols, ld8, MASKED: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr,
+    WR: gl.constexpr, W: gl.constexpr, CACHE: gl.constexpr, EVICT: gl.constexpr,
+):  # fmt: skip
+    """Words w0..w3 of a tile whose first value is at ``x_ptr``; ``rows`` and ``cols`` of it exist, the rest is 0.
+
+    ``ld8``: row stride in units of 16 bytes, so that the compiler sees the alignment of every row. ``cols`` is in
+    words and a multiple of 4.
+    """
+    L: gl.constexpr = words_layout(TR, TW, LR, WR, W, [1, 0])
+    r4 = gl.arange(0, TR * LR * WR, layout=gl.SliceLayout(1, L))[:, None]
+    c = gl.arange(0, TW * (32 // LR) * (W // WR), layout=gl.SliceLayout(0, L))[None, :]
+    word_ptr = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    at = word_ptr + (r4 * (ld8 * 16) + c)
+    step = ld8 * 4
+    if MASKED:
+        w0 = gl.load(at, mask=(r4 * 4 < rows) & (c < cols), other=0, cache_modifier=CACHE, eviction_policy=EVICT)
+        w1 = gl.load(at + step, mask=(r4 * 4 + 1 < rows) & (c < cols), other=0, cache_modifier=CACHE, eviction_policy=EVICT)
+        w2 = gl.load(at + step * 2, mask=(r4 * 4 + 2 < rows) & (c < cols), other=0, cache_modifier=CACHE, eviction_policy=EVICT)
+        w3 = gl.load(at + step * 3, mask=(r4 * 4 + 3 < rows) & (c < cols), other=0, cache_modifier=CACHE, eviction_policy=EVICT)
+    else:
+        w0 = gl.load(at, cache_modifier=CACHE, eviction_policy=EVICT)
+        w1 = gl.load(at + step, cache_modifier=CACHE, eviction_policy=EVICT)
+        w2 = gl.load(at + step * 2, cache_modifier=CACHE, eviction_policy=EVICT)
+        w3 = gl.load(at + step * 3, cache_modifier=CACHE, eviction_policy=EVICT)
+    return w0, w1, w2, w3
+
+
+# --- columns ---------------------------------------------------------------------------------------------------------
+@gluon.jit
+def store_cols(
+    q_ptr, s_ptr, w0, w1, w2, w3, ld16, out_rows16, cols, scale_ld, sf_group_tiles, sf_cols, sf_col0,
+    MASKED: gl.constexpr, BLOCKED: gl.constexpr, EMAX: gl.constexpr, THRESH: gl.constexpr, E5M2: gl.constexpr,
+    FP16: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr,
+    CACHE: gl.constexpr,
+):  # fmt: skip
+    """Quantize a tile in blocks of 32 rows and store it column-major, and its scale bytes.
+
+    ``q_ptr``: byte of the tile's first value; ``ld16``: column stride in units of 16 bytes; ``out_rows16``: rows to
+    store in units of 16; ``cols``: columns to store. Plain scale: ``s_ptr`` at its first byte, ``scale_ld`` bytes from
+    column to column. Blocked: ``s_ptr`` at the 512-byte tile of the first column, ``sf_group_tiles`` tiles from there to
+    the next 128 columns, ``sf_cols`` columns left that have bytes in the buffer, ``sf_col0`` = first column mod 128.
+    """
+    R4: gl.constexpr = TR * LR * WR
+    KW: gl.constexpr = TW * (32 // LR) * (W // WR)
+    L3: gl.constexpr = row_blocks_layout(TR, TW, LR, WR, W)
+    LS: gl.constexpr = words_layout(TR, TW, LR, WR, W, [0, 1])
+    amax = absmax(absmax(w0, w1, FP16), absmax(w2, w3, FP16), FP16)
+    amax = gl.convert_layout(amax.reshape([R4 // 8, 8, KW]), L3, assert_trivial=True)
+    byte, inv_low, inv_high = scale_words(reduce_absmax(amax, 1, FP16), EMAX, THRESH, FP16)
+    even, odd = quantize_cols(
+        gl.convert_layout(w0.reshape([R4 // 8, 8, KW]), L3, assert_trivial=True),
+        gl.convert_layout(w1.reshape([R4 // 8, 8, KW]), L3, assert_trivial=True),
+        gl.convert_layout(w2.reshape([R4 // 8, 8, KW]), L3, assert_trivial=True),
+        gl.convert_layout(w3.reshape([R4 // 8, 8, KW]), L3, assert_trivial=True),
+        gl.expand_dims(inv_low, 1),
+        gl.expand_dims(inv_high, 1),
+        E5M2,
+        FP16,
+    )
+    even = gl.convert_layout(even.reshape([R4, KW]), LS)
+    odd = gl.convert_layout(odd.reshape([R4, KW]), LS)
+    r4 = gl.arange(0, R4, layout=gl.SliceLayout(1, LS))[:, None]
+    c = gl.arange(0, KW, layout=gl.SliceLayout(0, LS))[None, :]
+    at = q_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (c * (ld16 * 8) + r4)
+    if MASKED:
+        keep = (r4 < out_rows16 * 4) & (2 * c < cols)
+        gl.store(at, even, mask=keep, cache_modifier=CACHE)
+        gl.store(at + ld16 * 4, odd, mask=keep, cache_modifier=CACHE)
+    else:
+        gl.store(at, even, cache_modifier=CACHE)
+        gl.store(at + ld16 * 4, odd, cache_modifier=CACHE)
+
+    LB: gl.constexpr = gl.SliceLayout(1, L3)
+    b = gl.arange(0, R4 // 8, layout=gl.SliceLayout(1, LB))[:, None]
+    k = 2 * gl.arange(0, KW, layout=gl.SliceLayout(0, LB))[None, :]
+    low = (byte & 0xFF).to(gl.uint8)
+    high = ((byte >> 16) & 0xFF).to(gl.uint8)
+    if BLOCKED:
+        kk = k + sf_col0
+        sf = s_ptr + ((kk // 128) * (sf_group_tiles * 512) + (kk % 32) * 16 + (kk % 128) // 32 * 4 + b)
+        if MASKED:
+            gl.store(sf, low, mask=k < sf_cols)
+            gl.store(sf + 16, high, mask=k < sf_cols)
+        else:
+            gl.store(sf, low)
+            gl.store(sf + 16, high)
+    else:
+        at_s = s_ptr + (k * scale_ld + b)
+        if MASKED:
+            keep_s = (2 * b < out_rows16) & (k < cols)
+            gl.store(at_s, low, mask=keep_s)
+            gl.store(at_s + scale_ld, high, mask=keep_s)
+        else:
+            gl.store(at_s, low)
+            gl.store(at_s + scale_ld, high)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+@gluon.jit
+def _lane_amax(w, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr, FP16: gl.constexpr):
+    """Per row and lane: absmax of the words a lane holds. (rows/4, words/TW), no shuffles."""
+    R4: gl.constexpr = TR * LR * WR
+    LANES: gl.constexpr = (32 // LR) * (W // WR)
+    w = gl.convert_layout(w.reshape([R4, LANES, TW]), thread_words_layout(TR, TW, LR, WR, W), assert_trivial=True)
+    return reduce_absmax(w, 2, FP16)
+
+
+@gluon.jit
+def _row_scales(
+    m0, m1, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr,
+    EMAX: gl.constexpr, THRESH: gl.constexpr, FP16: gl.constexpr,
+):  # fmt: skip
+    """Lane maxima of two rows -> scale words (halves: the two rows) and multipliers, (rows/4, column blocks)."""
+    R4: gl.constexpr = TR * LR * WR
+    NKB: gl.constexpr = TW * (32 // LR) * (W // WR) // 16
+    LL: gl.constexpr = col_blocks_layout(TR, TW, LR, WR, W, 1)
+    both = fold_rows(m0, m1, FP16)
+    both = gl.convert_layout(both.reshape([R4, NKB, 16 // TW]), LL, assert_trivial=True)
+    both = reduce_absmax(both, 2, FP16)
+    both = gl.convert_layout(both, gl.SliceLayout(2, col_blocks_layout(TR, TW, LR, WR, W, TW)), assert_trivial=True)
+    return scale_words(both, EMAX, THRESH, FP16)
+
+
+@gluon.jit
+def _store_row(
+    at, w, inv, keep, MASKED: gl.constexpr, E5M2: gl.constexpr, FP16: gl.constexpr, TR: gl.constexpr,
+    TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr, CACHE: gl.constexpr,
+):  # fmt: skip
+    R4: gl.constexpr = TR * LR * WR
+    KW: gl.constexpr = TW * (32 // LR) * (W // WR)
+    w3 = gl.convert_layout(
+        w.reshape([R4, KW // 16, 16]), col_blocks_layout(TR, TW, LR, WR, W, TW), assert_trivial=True
+    )
+    q = quantize_row(w3, gl.expand_dims(inv, 2), E5M2, FP16).reshape([R4, KW])
+    q = gl.convert_layout(q, words_layout(TR, TW, LR, WR, W, [1, 0]), assert_trivial=True)
+    if MASKED:
+        gl.store(at, q, mask=keep, cache_modifier=CACHE)
+    else:
+        gl.store(at, q, cache_modifier=CACHE)
+
+
+@gluon.jit
+def store_rows(
+    q_ptr, s_ptr, w0, w1, w2, w3, ld8, rows, cols, scale_ld, sf_blocks, sf_row0,
+    MASKED: gl.constexpr, BLOCKED: gl.constexpr, EMAX: gl.constexpr, THRESH: gl.constexpr, E5M2: gl.constexpr,
+    FP16: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr,
+    CACHE: gl.constexpr,
+):  # fmt: skip
+    """Quantize a tile in blocks of 32 columns and store it row-major, and its scale bytes.
+
+    ``q_ptr``: byte of the tile's first value; ``ld8``: row stride in units of 8 bytes; ``rows``, ``cols``: what to
+    store. Plain scale: ``s_ptr`` at its first byte, ``scale_ld`` bytes from row to row. Blocked: ``s_ptr`` at its first
+    512-byte tile, ``sf_blocks`` column blocks left that have bytes in the buffer, ``sf_row0`` = first row mod 128.
+    """
+    R4: gl.constexpr = TR * LR * WR
+    KW: gl.constexpr = TW * (32 // LR) * (W // WR)
+    NKB: gl.constexpr = KW // 16
+    L: gl.constexpr = words_layout(TR, TW, LR, WR, W, [1, 0])
+    byte01, low01, high01 = _row_scales(
+        _lane_amax(w0, TR, TW, LR, WR, W, FP16), _lane_amax(w1, TR, TW, LR, WR, W, FP16),
+        TR, TW, LR, WR, W, EMAX, THRESH, FP16,
+    )  # fmt: skip
+    byte23, low23, high23 = _row_scales(
+        _lane_amax(w2, TR, TW, LR, WR, W, FP16), _lane_amax(w3, TR, TW, LR, WR, W, FP16),
+        TR, TW, LR, WR, W, EMAX, THRESH, FP16,
+    )  # fmt: skip
+    inv0, inv1 = split_multiplier(low01, high01, FP16)
+    inv2, inv3 = split_multiplier(low23, high23, FP16)
+    r4 = gl.arange(0, R4, layout=gl.SliceLayout(1, L))[:, None]
+    c = gl.arange(0, KW, layout=gl.SliceLayout(0, L))[None, :]
+    at = q_ptr.to(gl.pointer_type(gl.int16), bitcast=True) + (r4 * (ld8 * 16) + c)
+    step = ld8 * 4
+    inside = c < cols // 8 * 4
+    _store_row(at, w0, inv0, (r4 * 4 < rows) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
+    _store_row(at + step, w1, inv1, (r4 * 4 + 1 < rows) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
+    _store_row(at + step * 2, w2, inv2, (r4 * 4 + 2 < rows) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
+    _store_row(at + step * 3, w3, inv3, (r4 * 4 + 3 < rows) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
+
+    # The scale bytes of a row sit in different lanes: gathered in one thread they are one store of NKB bytes.
+    word = (byte01 & 0xFF) | ((byte01 >> 8) & 0xFF00) | ((byte23 & 0xFF) << 16) | ((byte23 & 0xFF0000) << 8)
+    LB: gl.constexpr = gl.BlockedLayout([1, NKB], [32, 1], [W, 1], [1, 0])
+    word = gl.convert_layout(word, LB)
+    r = 4 * gl.arange(0, R4, layout=gl.SliceLayout(1, LB))[:, None]
+    kb = gl.arange(0, NKB, layout=gl.SliceLayout(0, LB))[None, :]
+    for i in gl.static_range(4):
+        part = ((word >> (8 * i)) & 0xFF).to(gl.uint8)
+        ri = r + i
+        if BLOCKED:
+            rr = ri + sf_row0
+            at_s = s_ptr + ((kb // 4) * 512 + (rr % 32) * 16 + rr // 32 * 4 + kb % 4)
+            if MASKED:
+                gl.store(at_s, part, mask=kb < sf_blocks)
+            else:
+                gl.store(at_s, part)
+        else:
+            at_s = s_ptr + (ri * scale_ld + kb)
+            if MASKED:
+                gl.store(at_s, part, mask=(ri < rows) & (kb < (cols + 31) // 32))
+            else:
+                gl.store(at_s, part)
+
+
+# --- what the launchers share ----------------------------------------------------------------------------------------
+def supported_input(x: Tensor, offs: Tensor | None, capability: tuple[int, int] | None = None) -> bool:
+    """Whether the Gluon kernels take ``x``: dtype, strides, sizes and alignment only.
+
+    ``capability`` is that of the device, passed in by the caller (None: not asked here).
+    """
+    if x.dtype not in (torch.bfloat16, torch.float16) or x.ndim not in (2, 3) or x.numel() == 0:
+        return False
+    if capability is not None and capability[0] < MIN_CAPABILITY:
+        return False
+    m, k = x.shape[-2:]
+    size = x.element_size()
+    if x.stride(-1) != 1 or any(s * size % LOAD_BYTES for s in x.stride()[:-1]) or x.stride(-2) < 0:
+        return False
+    if k * size % LOAD_BYTES or x.data_ptr() % LOAD_BYTES:
+        return False
+    if offs is None:
+        if m % LOAD_BYTES:  # a column of the result must start on a 16-byte boundary
+            return False
+    elif x.ndim != 2 or not 0 < offs.numel() <= MAX_GROUPS:
+        return False
+    # Inside a tile, offsets are int32: 128 rows of x, 256 columns of a column-major result.
+    groups = 1 if offs is None else offs.numel()
+    return 128 * x.stride(-2) <= INT32_MAX and 256 * (m + 31 * groups) <= INT32_MAX
+
+
+def constants(elem_dtype: torch.dtype, scale_mode: str) -> dict[str, int | bool]:
+    """Compile-time constants of an element type and a scale mode."""
+    fmt = elem_format(elem_dtype)
+    return {"EMAX": fmt.emax, "THRESH": fmt.threshold(scale_mode), "E5M2": elem_dtype == torch.float8_e5m2}
+
+
+def row_tile_count(m: int, offs: Tensor | None) -> int:
+    """Row tiles of 128, an upper bound that needs no look at offs: every group may add one that is not full."""
+    return cdiv(m, TILE_ROWS) if offs is None else cdiv(m + (TILE_ROWS - 1) * offs.numel(), TILE_ROWS)
+
+
+assert TILE_ROWS == SF_ROWS and TILE_ROWS % BLOCK == 0
+__all__ = ["supported_input"]
+_ = triton
