@@ -23,17 +23,17 @@ from .ops.select import backends
 from .recipe import MXRecipe
 from .tensor import MXTensor
 
+# Not lazy: importing a submodule named like a function would put the module in the function's place. It needs no
+# transformers until it is called.
+from .convert import ConversionReport, convert, revert  # isort: skip
+
 if TYPE_CHECKING:
     from .checkpoint import load_checkpoint, save_checkpoint
-    from .convert import ConversionReport, convert, revert
     from .serving import quantize_experts
 
 __version__ = "0.1.0"
 
 _LAZY = {  # these import transformers or safetensors only when they are used
-    "ConversionReport": "convert",
-    "convert": "convert",
-    "revert": "convert",
     "quantize_experts": "serving",
     "load_checkpoint": "checkpoint",
     "save_checkpoint": "checkpoint",

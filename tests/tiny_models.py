@@ -4,44 +4,56 @@ from __future__ import annotations
 
 import torch
 
-_BASE = dict(
-    vocab_size=64,
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    intermediate_size=96,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-_MLA = dict(q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=4)
+_BASE = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "intermediate_size": 96,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MLA = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
 
 # family -> (config class, model class, what differs from _BASE, modules that convert() must replace)
 FAMILIES = {
     "qwen3_moe": (
         "Qwen3MoeConfig",
         "Qwen3MoeForCausalLM",
-        dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16),
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
         ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
     ),
     "qwen2_moe": (
         "Qwen2MoeConfig",
         "Qwen2MoeForCausalLM",
-        dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64),
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+        },
         ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
     ),
     "mixtral": (
         "MixtralConfig",
         "MixtralForCausalLM",
-        dict(num_local_experts=4, num_experts_per_tok=2),
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
         ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
     ),
     "olmoe": (
         "OlmoeConfig",
         "OlmoeForCausalLM",
-        dict(num_experts=8, num_experts_per_tok=3, intermediate_size=32),
+        {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32},
         ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
     ),
     "deepseek_v3": (
@@ -62,68 +74,68 @@ FAMILIES = {
     "gpt_oss": (
         "GptOssConfig",
         "GptOssForCausalLM",
-        dict(num_local_experts=6, num_experts_per_tok=2, head_dim=16, intermediate_size=64),
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "intermediate_size": 64},
         ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
     ),
     "granitemoe": (
         "GraniteMoeConfig",
         "GraniteMoeForCausalLM",
-        dict(num_local_experts=4, num_experts_per_tok=2),
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
         ["model.layers.0.block_sparse_moe.experts", "model.layers.1.block_sparse_moe.experts"],
     ),
     "phimoe": (
         "PhimoeConfig",
         "PhimoeForCausalLM",
-        dict(num_local_experts=4, num_experts_per_tok=2),
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
         ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
     ),
     "glm4_moe": (
         "Glm4MoeConfig",
         "Glm4MoeForCausalLM",
-        dict(
-            n_routed_experts=8,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            n_shared_experts=1,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-            head_dim=16,
-        ),
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "head_dim": 16,
+        },
         ["model.layers.1.mlp.experts"],
     ),
     "ernie4_5_moe": (
         "Ernie4_5_MoeConfig",
         "Ernie4_5_MoeForCausalLM",
-        dict(
-            moe_num_experts=4,
-            moe_k=2,
-            moe_intermediate_size=32,
-            moe_num_shared_experts=1,
-            moe_layer_start_index=0,
-            moe_layer_end_index=1,
-        ),
+        {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 1,
+        },
         ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
     ),
     "minimax_m2": (
         "MiniMaxM2Config",
         "MiniMaxM2ForCausalLM",
-        dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=32, head_dim=16),
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16},
         ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
     ),
     "nemotron_h": (
         "NemotronHConfig",
         "NemotronHForCausalLM",
-        dict(
-            layers_block_type=["attention", "moe"],
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            moe_shared_expert_intermediate_size=32,
-            n_group=1,
-            topk_group=1,
-            head_dim=16,
-        ),
+        {
+            "layers_block_type": ["attention", "moe"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
+            "n_group": 1,
+            "topk_group": 1,
+            "head_dim": 16,
+        },
         ["model.layers.1.mixer.experts"],
     ),
 }
@@ -131,13 +143,19 @@ IGNORED = {
     "llama4": (
         "Llama4TextConfig",
         "Llama4ForCausalLM",
-        dict(num_local_experts=4, num_experts_per_tok=1, intermediate_size=32, intermediate_size_mlp=96, head_dim=16),
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 96,
+            "head_dim": 16,
+        },
         ["model.layers.0.feed_forward.experts", "model.layers.1.feed_forward.experts"],
     ),
     "jetmoe": (
         "JetMoeConfig",
         "JetMoeForCausalLM",
-        dict(num_local_experts=4, num_experts_per_tok=2, kv_channels=16),
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16},
         [],
     ),
 }
