@@ -25,7 +25,7 @@ A contraction must not do that (0 x NaN is NaN): in K groups both operands read 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..device import sm_count
+from .. import device
 from ._groups import group_bounds, last_end
 from ._offline import Case
 
@@ -335,18 +335,41 @@ class Config:
     per_sm: int = 1  # programs on one SM
 
 
+# sm_90 and sm_100: 227 KiB of shared memory hold four stages and half an output tile in 16 bits.
 M_GROUPS_CONFIG = Config(128, 256, 64, band=8, tma_out=True, halves=True, flatten=True, warps=8, stages=4)
 K_GROUPS_CONFIG = Config(128, 256, 64, band=8, tma_out=True, halves=True, flatten=True, warps=8, stages=4)
-POINTER_CONFIG = Config(128, 128, 32, band=8, tma_out=False, halves=False, flatten=False, warps=8, stages=3)
+# sm_120: 99 KiB.
+SMALL_CONFIG = Config(128, 128, 64, band=8, tma_out=True, halves=True, flatten=True, warps=8, stages=2)
+# Strides that are no multiple of 16 bytes, and devices without TMA.
+POINTER_CONFIG = Config(64, 128, 32, band=8, tma_out=False, halves=False, flatten=False, warps=8, stages=3)
 
 
-def _programs(device: torch.device, per_sm: int) -> int:
+def _config(best: Config, where: torch.device, tma: bool, out_dtype: torch.dtype) -> Config:
+    """Configuration for a device: static, by capability and output type."""
+    if not tma:
+        return POINTER_CONFIG
+    major = device.capability(where)[0]
+    if major == 12:
+        return SMALL_CONFIG
+    if out_dtype == torch.float32:
+        return replace(best, stages=2 if major == 10 else 3)
+    return best
+
+
+def _programs(where: torch.device, per_sm: int) -> int:
     """Size of the persistent grid; at least two, so that the walk is exercised in the interpreter."""
-    return max(sm_count(device), 2) * per_sm
+    return max(device.sm_count(where), 2) * per_sm
+
+
+def _has_tma(where: torch.device) -> bool:
+    """sm_90 and later; the interpreter knows descriptors as well. Not ROCm, whose capability reads (0, 0)."""
+    return device.capability(where) >= (9, 0) or (where.type == "cpu" and triton.knobs.runtime.interpret)
 
 
 def _tma_ready(*tensors: Tensor) -> bool:
-    """Base and every stride but the last are multiples of 16 bytes, the last is 1: what a TMA descriptor takes."""
+    """The device has TMA; base and strides are multiples of 16 bytes and the last dim is contiguous, as it requires."""
+    if not _has_tma(tensors[0].device):
+        return False
     for t in tensors:
         size = t.element_size()
         if t.stride(-1) != 1 or t.data_ptr() % _TMA_ALIGN or t.size(0) >= RAGGED_ROWS.value:
@@ -385,7 +408,7 @@ def bf16_mm_m_groups(
         b, b_rows = b.contiguous(), False
     stored = b.mT if b_rows else b
     tma = k > 0 and _tma_ready(a, stored)
-    c = config or (M_GROUPS_CONFIG if tma else POINTER_CONFIG)
+    c = config or _config(M_GROUPS_CONFIG, a.device, tma, out_dtype)
     tma_out = tma and c.tma_out and _tma_ready(out)
     cols = c.cols // 2 if c.halves else c.cols
     b_block = (1, c.step, c.cols) if b_rows else (1, c.cols, c.step)
@@ -436,7 +459,7 @@ def bf16_mm_k_groups(
     a = a if a.stride(-1) == 1 else a.contiguous()
     b = b if b.stride(-1) == 1 else b.contiguous()
     tma = _tma_ready(a, b)
-    c = config or (K_GROUPS_CONFIG if tma else POINTER_CONFIG)
+    c = config or _config(K_GROUPS_CONFIG, a.device, tma, out_dtype)
     tma_out = tma and c.tma_out and _tma_ready(out)
     cols = c.cols // 2 if c.halves else c.cols
     _bf16_mm_k_groups_kernel[(_programs(a.device, c.per_sm),)](
