@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from ..observe import GemmRecord
 from .text import VOCAB
 
 
@@ -37,7 +38,7 @@ class Size:
 TOP_K: Final = 2
 SIZES: Final = {
     "tiny": Size(64, 2, 8, 64, length=64, batch=8, steps=60, rate=5e-3),
-    "small": Size(128, 3, 8, 256, length=128, batch=16, steps=240, rate=4e-3),
+    "small": Size(128, 3, 8, 256, length=128, batch=8, steps=360, rate=4e-3),
     "base": Size(512, 8, 32, 512, length=512, batch=32, steps=600, rate=1e-3),
 }
 
@@ -212,6 +213,36 @@ def sqnr_db(value: Tensor, reference: Tensor) -> float:
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+def gemm_sqnr(records: list[GemmRecord]) -> dict[str, list[float]]:
+    """SQNR of every recorded GEMM against the fp32 product of its high-precision operands, by op, dB.
+
+    Under ``save="mxfp8"`` backward has no high-precision x: it is taken from the fprop of the same layer.
+    """
+    found: dict[str, list[float]] = {}
+    forwards = [r for r in records if r.op == "fprop"]
+    for r in records:
+        b = r.b
+        if r.op == "wgrad" and b is None:
+            twin = next(f for f in reversed(forwards) if (f.m, f.n, f.k) == (r.m, r.n, r.k))
+            forwards.remove(twin)
+            b = twin.a
+        assert r.a is not None and b is not None and r.offs is not None and r.out is not None
+        exact = torch.zeros_like(r.out, dtype=torch.float32)
+        begin = 0
+        for g, end in enumerate(r.offs.tolist()):
+            rows = r.a[begin:end].float()
+            match r.op:
+                case "fprop":
+                    exact[begin:end] = rows @ b[g].float().mT
+                case "dgrad":
+                    exact[begin:end] = rows @ b[g].float()
+                case "wgrad":
+                    exact[g] = rows.mT @ b[begin:end].float()
+            begin = end
+        found.setdefault(r.op, []).append(sqnr_db(r.out, exact))
+    return found
 
 
 def _wait(device: torch.device) -> None:
