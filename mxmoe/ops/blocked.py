@@ -311,7 +311,7 @@ def to_blocked_k_groups(scale: Tensor, offs: Tensor, *, method: Method = "parall
     | name | shape | dtype | stride or divisibility |
     |---|---|---|---|
     | ``scale`` | ``(R, C)`` | float8_e8m0fnu or uint8 | any; fastest if C and the row stride are multiples of 16 |
-    | ``offs`` | ``(G,)``, ends in scale *columns* (tokens / 32) | int32 (int64 is cast) | any; fastest: multiples of 4 |
+    | ``offs`` | ``(G,)``, ends in scale *columns* (tokens / 32) | int32 (int64 is cast) | any; best: multiples of 4 |
     | result | ``(128*ceil(R/128), 4*((C + 3*G)//4))`` | as ``scale`` | contiguous |
 
     Each group is padded to 4 columns and 128 rows, and is a blocked matrix of its own: inside it a row of tiles is

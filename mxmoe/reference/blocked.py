@@ -8,8 +8,8 @@ Source: cuBLAS manual, "1D block scaling factors layout"; ``docs/layouts.md``.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from .. import shapes
 from ..groups import safe_ends
@@ -19,7 +19,7 @@ def to_blocked(scale: Tensor) -> Tensor:
     """``(R, C)`` -> ``(128*ceil(R/128), 4*ceil(C/4))``, zero padding."""
     rows, cols = scale.shape
     padded_rows, padded_cols = shapes.blocked(rows, cols)
-    padded = F.pad(scale, (0, padded_cols - cols, 0, padded_rows - rows))
+    padded = functional.pad(scale, (0, padded_cols - cols, 0, padded_rows - rows))
     tiles = padded.view(padded_rows // 128, 4, 32, padded_cols // 4, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(padded_rows, padded_cols)
 
