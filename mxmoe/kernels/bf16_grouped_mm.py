@@ -25,65 +25,28 @@ A contraction must not do that (0 x NaN is NaN): in K groups both operands read 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import device
+from ._gemm import (
+    Config,
+    band_tile,
+    desc,
+    halves,
+    programs,
+    ragged_desc,
+    ragged_load,
+    store_rows,
+    store_slice_halves,
+    tma_ready,
+)
 from ._groups import group_bounds, last_end
 from ._offline import Case
-
-# A ragged descriptor sees rows [start, start + size) of a matrix as a tensor of its own. Two leading dims of stride
-# 2**34 - s and s (s: the row stride, in elements) and a row dim of 2**30: the address is base + (start + row) * s
-# modulo 2**64, and the hardware bound 2**30 falls on start + size.
-RAGGED_ROWS = tl.constexpr(1 << 30)
-_RAGGED_DIM = 0x7FFF0000
-_TMA_ALIGN = 16  # bytes
-
-
-@triton.jit
-def _ragged_load(desc, start, size, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Rows ``row ..`` of the group at ``start``; zeros beyond ``size``."""
-    box = desc.load([RAGGED_ROWS, start + size, RAGGED_ROWS - size + row, col])
-    return box.reshape(ROWS, COLS)
-
-
-@triton.jit
-def _ragged_store(desc, start, size, row, col, tile, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Rows ``row ..`` of the group at ``start``; nothing is written beyond ``size``."""
-    desc.store([RAGGED_ROWS, start + size, RAGGED_ROWS - size + row, col], tile.reshape(1, 1, ROWS, COLS))
-
-
-@triton.jit
-def _halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Left and right half of a tile."""
-    return tile.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
-
-
-@triton.jit
-def _band(t, rows, cols, GROUP: tl.constexpr):
-    """Tile ``t`` of a ``rows x cols`` grid, walked column by column in bands of GROUP row tiles."""
-    band = t // (GROUP * cols)
-    first = band * GROUP
-    height = tl.minimum(rows - first, GROUP)
-    within = t - first * cols
-    return first + within % height, within // height
-
-
-@triton.jit
-def _store_rows(out, tile, start, size, row, n0, N, TMA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Store a tile of ``out (M, N)`` at row ``row`` of the group at ``start``."""
-    if TMA:
-        _ragged_store(out, start, size, row, n0, tile, ROWS, COLS)
-    else:
-        r = row + tl.arange(0, ROWS)
-        c = n0 + tl.arange(0, COLS)
-        at = (start + r).to(tl.int64)[:, None] * N + c[None, :]
-        tl.store(out + at, tile, mask=(r < size)[:, None] & (c < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["M", "G"])
@@ -131,7 +94,7 @@ def _bf16_mm_m_groups_kernel(
         first = tl.max(tl.where(done, tile_ends, 0), 0)
         start = tl.max(tl.where(done, ends, 0), 0)
         size = tl.min(tl.where(done, M, ends), 0) - start
-        tile_m, tile_n = _band(t - first, tl.cdiv(size, BLOCK_M), num_n, GROUP_M)
+        tile_m, tile_n = band_tile(t - first, tl.cdiv(size, BLOCK_M), num_n, GROUP_M)
         row = tile_m * BLOCK_M
         m0 = start + row
         n0 = tile_n * BLOCK_N
@@ -164,12 +127,12 @@ def _bf16_mm_m_groups_kernel(
             bias = tl.load(bias_ptr + g.to(tl.int64) * N + cols, mask=cols < N, other=0.0)
             acc += bias.to(tl.float32)[None, :]
         if HALVES:
-            left, right = _halves(acc, BLOCK_M, BLOCK_N)
-            _store_rows(out, left.to(OUT_DTYPE), start, size, row, n0, N, TMA_OUT, BLOCK_M, BLOCK_N // 2)
+            left, right = halves(acc, BLOCK_M, BLOCK_N)
+            store_rows(out, left.to(OUT_DTYPE), start, size, row, n0, N, TMA_OUT, BLOCK_M, BLOCK_N // 2)
             n1 = n0 + BLOCK_N // 2
-            _store_rows(out, right.to(OUT_DTYPE), start, size, row, n1, N, TMA_OUT, BLOCK_M, BLOCK_N // 2)
+            store_rows(out, right.to(OUT_DTYPE), start, size, row, n1, N, TMA_OUT, BLOCK_M, BLOCK_N // 2)
         else:
-            _store_rows(out, acc.to(OUT_DTYPE), start, size, row, n0, N, TMA_OUT, BLOCK_M, BLOCK_N)
+            store_rows(out, acc.to(OUT_DTYPE), start, size, row, n0, N, TMA_OUT, BLOCK_M, BLOCK_N)
 
     # 5. Rows that belong to no group: the same walk goes on over tiles of zeros.
     tail = last_end(offs_ptr, G, M, G_POW2)
@@ -178,43 +141,7 @@ def _bf16_mm_m_groups_kernel(
     zeros = tl.zeros((BLOCK_M, BLOCK_N), OUT_DTYPE)
     for t in range(begin - total, tail_tiles, programs):
         row = (t // num_n) * BLOCK_M
-        _store_rows(out_ptr, zeros, tail, M - tail, row, (t % num_n) * BLOCK_N, N, False, BLOCK_M, BLOCK_N)
-
-
-@triton.jit
-def _store_slice(out, tile, g, n0, k0, N, K, TMA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Store a tile of ``out (G, N, K)``."""
-    if TMA:
-        out.store([g, n0, k0], tile.reshape(1, ROWS, COLS))
-    else:
-        r = n0 + tl.arange(0, ROWS)
-        c = k0 + tl.arange(0, COLS)
-        at = (g.to(tl.int64) * N + r)[:, None] * K + c[None, :]
-        tl.store(out + at, tile, mask=(r < N)[:, None] & (c < K)[None, :])
-
-
-@triton.jit
-def _store_halves(
-    out,
-    acc,
-    g,
-    n0,
-    k0,
-    N,
-    K,
-    DTYPE: tl.constexpr,
-    TMA: tl.constexpr,
-    HALVES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    """Round and store a tile of ``out (G, N, K)``, whole or in two halves."""
-    if HALVES:
-        left, right = _halves(acc, ROWS, COLS)
-        _store_slice(out, left.to(DTYPE), g, n0, k0, N, K, TMA, ROWS, COLS // 2)
-        _store_slice(out, right.to(DTYPE), g, n0, k0 + COLS // 2, N, K, TMA, ROWS, COLS // 2)
-    else:
-        _store_slice(out, acc.to(DTYPE), g, n0, k0, N, K, TMA, ROWS, COLS)
+        store_rows(out_ptr, zeros, tail, M - tail, row, (t % num_n) * BLOCK_N, N, False, BLOCK_M, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=["M", "G"])
@@ -275,14 +202,14 @@ def _bf16_mm_k_groups_kernel(
                 start = tl.sum(tl.where(index == g, starts, 0), 0)
                 size = tl.sum(tl.where(index == g, sizes, 0), 0)
                 steps = tl.maximum(tl.cdiv(size, BLOCK_M), 1)
-                tile_n, tile_k = _band(t - g * per_group, num_n, num_k, GROUP_N)
+                tile_n, tile_k = band_tile(t - g * per_group, num_n, num_k, GROUP_N)
                 n0 = tile_n * BLOCK_N
                 k0 = tile_k * BLOCK_K
-            a_tile = _ragged_load(a, start, size, step * BLOCK_M, n0, BLOCK_M, BLOCK_N)
-            b_tile = _ragged_load(b, start, size, step * BLOCK_M, k0, BLOCK_M, BLOCK_K)
+            a_tile = ragged_load(a, start, size, step * BLOCK_M, n0, BLOCK_M, BLOCK_N)
+            b_tile = ragged_load(b, start, size, step * BLOCK_M, k0, BLOCK_M, BLOCK_K)
             acc = tl.dot(a_tile.T, b_tile, acc)
             if step == steps - 1:
-                _store_halves(out, acc, g, n0, k0, N, K, OUT_DTYPE, TMA_OUT, HALVES, BLOCK_N, BLOCK_K)
+                store_slice_halves(out, acc, g, n0, k0, N, K, OUT_DTYPE, TMA_OUT, HALVES, BLOCK_N, BLOCK_K)
                 acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     else:
         for t in tl.range(pid, G * per_group, programs):
@@ -290,7 +217,7 @@ def _bf16_mm_k_groups_kernel(
             g = t // per_group
             start = tl.sum(tl.where(index == g, starts, 0), 0)
             size = tl.sum(tl.where(index == g, sizes, 0), 0)
-            tile_n, tile_k = _band(t - g * per_group, num_n, num_k, GROUP_N)
+            tile_n, tile_k = band_tile(t - g * per_group, num_n, num_k, GROUP_N)
             n0 = tile_n * BLOCK_N
             k0 = tile_k * BLOCK_K
 
@@ -299,8 +226,8 @@ def _bf16_mm_k_groups_kernel(
             acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
             if TMA:
                 for step in range(steps):
-                    a_tile = _ragged_load(a, start, size, step * BLOCK_M, n0, BLOCK_M, BLOCK_N)
-                    b_tile = _ragged_load(b, start, size, step * BLOCK_M, k0, BLOCK_M, BLOCK_K)
+                    a_tile = ragged_load(a, start, size, step * BLOCK_M, n0, BLOCK_M, BLOCK_N)
+                    b_tile = ragged_load(b, start, size, step * BLOCK_M, k0, BLOCK_M, BLOCK_K)
                     acc = tl.dot(a_tile.T, b_tile, acc)
             else:
                 r = tl.arange(0, BLOCK_M)
@@ -316,23 +243,7 @@ def _bf16_mm_k_groups_kernel(
                     acc = tl.dot(a_tile, b_tile, acc)
 
             # 4. One rounding, store.
-            _store_halves(out, acc, g, n0, k0, N, K, OUT_DTYPE, TMA_OUT, HALVES, BLOCK_N, BLOCK_K)
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tile of the output, step of the contraction, and how the tile is stored."""
-
-    rows: int
-    cols: int
-    step: int
-    band: int
-    tma_out: bool
-    halves: bool
-    flatten: bool
-    warps: int
-    stages: int
-    per_sm: int = 1  # programs on one SM
+            store_slice_halves(out, acc, g, n0, k0, N, K, OUT_DTYPE, TMA_OUT, HALVES, BLOCK_N, BLOCK_K)
 
 
 # sm_90 and sm_100: 227 KiB of shared memory hold four stages and half an output tile in 16 bits.
@@ -356,40 +267,6 @@ def _config(best: Config, where: torch.device, tma: bool, out_dtype: torch.dtype
     return best
 
 
-def _programs(where: torch.device, per_sm: int) -> int:
-    """Size of the persistent grid; at least two, so that the walk is exercised in the interpreter."""
-    return max(device.sm_count(where), 2) * per_sm
-
-
-def _has_tma(where: torch.device) -> bool:
-    """sm_90 and later; the interpreter knows descriptors as well. Not ROCm, whose capability reads (0, 0)."""
-    return device.capability(where) >= (9, 0) or (where.type == "cpu" and triton.knobs.runtime.interpret)
-
-
-def _tma_ready(*tensors: Tensor) -> bool:
-    """The device has TMA; base and strides are multiples of 16 bytes and the last dim is contiguous, as it requires."""
-    if not _has_tma(tensors[0].device):
-        return False
-    for t in tensors:
-        size = t.element_size()
-        if t.stride(-1) != 1 or t.data_ptr() % _TMA_ALIGN or t.size(0) >= RAGGED_ROWS.value:
-            return False
-        if any(s <= 0 or s * size % _TMA_ALIGN or s * size >= 1 << 34 for s in t.stride()[:-1]):
-            return False
-    return True
-
-
-def _desc(t: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))
-
-
-def _ragged_desc(t: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """Descriptor for ``_ragged_load`` and ``_ragged_store`` of a matrix."""
-    s = t.stride(0)
-    shape = [_RAGGED_DIM, _RAGGED_DIM, RAGGED_ROWS.value, t.size(1)]
-    return TensorDescriptor(t, shape, [2**34 - s, s, s, 1], [1, 1, rows, cols])
-
-
 def bf16_mm_m_groups(
     a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype, config: Config | None = None
 ) -> Tensor:
@@ -407,16 +284,16 @@ def bf16_mm_m_groups(
     if b_rows and b.stride(-2) != 1:
         b, b_rows = b.contiguous(), False
     stored = b.mT if b_rows else b
-    tma = k > 0 and _tma_ready(a, stored)
+    tma = k > 0 and tma_ready(a, stored)
     c = config or _config(M_GROUPS_CONFIG, a.device, tma, out_dtype)
-    tma_out = tma and c.tma_out and _tma_ready(out)
+    tma_out = tma and c.tma_out and tma_ready(out)
     cols = c.cols // 2 if c.halves else c.cols
     b_block = (1, c.step, c.cols) if b_rows else (1, c.cols, c.step)
-    _bf16_mm_m_groups_kernel[(_programs(a.device, c.per_sm),)](
-        _ragged_desc(out, c.rows, cols) if tma_out else out,
+    _bf16_mm_m_groups_kernel[(programs(a.device, c.per_sm),)](
+        ragged_desc(out, c.rows, cols) if tma_out else out,
         out,
-        _desc(a, c.rows, c.step) if tma else a,
-        _desc(stored, *b_block) if tma else b,
+        desc(a, c.rows, c.step) if tma else a,
+        desc(stored, *b_block) if tma else b,
         out if bias is None else bias.contiguous(),
         offs,
         m,
@@ -458,15 +335,15 @@ def bf16_mm_k_groups(
         return out.zero_()
     a = a if a.stride(-1) == 1 else a.contiguous()
     b = b if b.stride(-1) == 1 else b.contiguous()
-    tma = _tma_ready(a, b)
+    tma = tma_ready(a, b)
     c = config or _config(K_GROUPS_CONFIG, a.device, tma, out_dtype)
-    tma_out = tma and c.tma_out and _tma_ready(out)
+    tma_out = tma and c.tma_out and tma_ready(out)
     cols = c.cols // 2 if c.halves else c.cols
-    _bf16_mm_k_groups_kernel[(_programs(a.device, c.per_sm),)](
-        _desc(out, 1, c.rows, cols) if tma_out else out,
+    _bf16_mm_k_groups_kernel[(programs(a.device, c.per_sm),)](
+        desc(out, 1, c.rows, cols) if tma_out else out,
         out,
-        _ragged_desc(a, c.step, c.rows) if tma else a,
-        _ragged_desc(b, c.step, c.cols) if tma else b,
+        ragged_desc(a, c.step, c.rows) if tma else a,
+        ragged_desc(b, c.step, c.cols) if tma else b,
         offs,
         m,
         n,
