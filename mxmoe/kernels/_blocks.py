@@ -54,8 +54,8 @@ def block_rows(
     G,
     G_POW2: tl.constexpr,
     GROUPED: tl.constexpr,
-    NB: tl.constexpr,  # blocks of 32 rows of a tile; 4 if BLOCKED
     BLOCKED: tl.constexpr,  # units of 128 rows: a tile is one unit
+    NB: tl.constexpr,  # blocks of 32 rows of a tile; 4 if BLOCKED
 ):
     """The NB blocks of ``tile`` -> (src, live_end, keep_end, dst, dst_end, first_unit, units).
 

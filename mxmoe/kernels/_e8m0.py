@@ -165,3 +165,14 @@ def quantize_middle(x3, E5M2: tl.constexpr, THRESH: tl.constexpr, HW: tl.constex
     x3 = x3.to(tl.float32)
     byte, factor = block_scale(tl.max(abs_bits(x3), 1), E5M2, THRESH)
     return elem_byte(x3 * factor[:, None, :], E5M2, THRESH, HW), byte
+
+
+@triton.jit
+def quantize_tile(x3, E5M2: tl.constexpr, THRESH: tl.constexpr, HW: tl.constexpr):
+    """One scale per 32x32 tile: ``(A, 32, C)`` -> uint8 ``(A, 32, C)``, int32 ``(A, C/32)``."""
+    A: tl.constexpr = x3.shape[0]
+    C: tl.constexpr = x3.shape[2]
+    x4 = tl.reshape(x3, (A, 32, C // 32, 32)).to(tl.float32)
+    byte, factor = block_scale(tl.max(tl.max(abs_bits(x4), 3), 1), E5M2, THRESH)
+    q = elem_byte(x4 * factor[:, None, :, None], E5M2, THRESH, HW)
+    return tl.reshape(q, (A, 32, C)), byte

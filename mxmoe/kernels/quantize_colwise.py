@@ -65,6 +65,7 @@ def store_colwise(
     c = cols[None, :]
     if BLOCKED:
         i = tl.arange(0, NB)[:, None] + (tile - first_unit) * NB
+        units = tl.minimum(units, all_units - first_unit)  # slack: all units that are left
         at = k_group_byte(c, i, tl.zeros_like(i) + first_unit, units, (K + 127) // 128)
         # Every byte of the group's tiles: rows (columns of x) up to a multiple of 128, blocks up to a multiple of 4.
         inside = (c < (K + 127) // 128 * 128) & (tile < all_units)
@@ -128,7 +129,7 @@ def _quantize_colwise_kernel(
         if pid == 0:
             store_padded_ends(padded_offs_ptr, offs_ptr, M, G, G_POW2)
     padded_k = (K + 127) // 128 * 128 if BLOCKED else K
-    col_tiles = tl.cdiv(padded_k, BLOCK_K)
+    col_tiles = tl.maximum(tl.cdiv(padded_k, BLOCK_K), 1)
     tile = pid // col_tiles
     first_col = pid % col_tiles * BLOCK_K
 
@@ -144,10 +145,10 @@ def _quantize_colwise_kernel(
     # 4. Store.
     q_stride = aligned(MP, ALIGNED)
     blocks = (MP + 31) // 32
-    scale_size = padded_k.to(tl.int64) * 4 * all_units if BLOCKED else K.to(tl.int64) * blocks
+    scale_columns = 4 * all_units if BLOCKED else blocks
     store_colwise(
         q_ptr + batch * K * q_stride,
-        scale_ptr + batch * scale_size,
+        scale_ptr + batch * padded_k * scale_columns,
         q,
         byte,
         tile,

@@ -1,0 +1,221 @@
+"""Expand quantized values: qdata * scale, rounded once, row-major; groups go back to their original rows.
+
+    rowwise: qdata (M, K), scale (M, K32)    colwise: qdata.t() (K, Mp), scale.t() (K, Mp/32)     square: either order
+         +--------------+                         +----------+                                        +-----+
+         |32| 32 | 32   |                 BLOCK_K | 32 | 32  |                                     32 | 32  |
+         +--------------+                         +----------+                                        +-----+
+                 \\                                    |                                               /
+                  `----------------------->  out (M, K) row-major  <---------------------------------'
+
+    Colwise tiles are read column by column and written row by row; padding rows are dropped, rows of no group are zero.
+
+Grid     (row tiles * column tiles, batch), columns fastest.
+Writes   every element of the result once.
+Traffic  1 + 1/32 bytes read, 2 written (bf16) per element.
+Index    int64 for rows, columns of a column-major qdata, and the batch.
+Source   ``docs/numerics.md``. e4m3 times 2**s is exact in bf16 for s in -124..119.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import shapes
+from ..formats import BLOCK
+from ._blocks import block_rows
+from ._e8m0 import elem_value, hardware_cast, scale_value
+from .fake_quantize import row_major_output
+
+# (BLOCK_M, BLOCK_K, num_warps)
+TILE_ROWWISE = (8, 512, 4)
+TILE_BLOCKS = (32, 128, 4)
+TILE_COLUMN_MAJOR = (64, 64, 4)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _dequantize_rowwise_kernel(
+    out_ptr,  # (B, M, K), last stride 1
+    q_ptr,  # (B, M, K) uint8
+    scale_ptr,  # (B, M, K32) uint8
+    M,
+    K,
+    stride_ob,
+    stride_om,
+    stride_qb,
+    stride_qm,
+    stride_qk,
+    stride_sb,
+    stride_sm,
+    stride_sk,
+    E5M2: tl.constexpr,
+    HW: tl.constexpr,
+    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # 1. Which tile am I?
+    NK: tl.constexpr = BLOCK_K // 32
+    pid = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    col_tiles = tl.cdiv(K, BLOCK_K)
+
+    # 2. Coordinates.
+    rows = (pid // col_tiles * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    first_col = pid % col_tiles * BLOCK_K
+    cols = (first_col + tl.arange(0, BLOCK_K))[None, :]
+    c = (first_col // 32 + tl.arange(0, NK))[None, :]
+    row = rows.to(tl.int64)
+
+    # 3. Load.
+    keep = rows < M
+    keep_scale = keep
+    if not EVEN_K:
+        keep = keep & (cols < K)
+        keep_scale = keep_scale & (c < (K + 31) // 32)
+    q = tl.load(q_ptr + batch * stride_qb + row * stride_qm + cols.to(tl.int64) * stride_qk, mask=keep, other=0)
+    byte = tl.load(scale_ptr + batch * stride_sb + row * stride_sm + c * stride_sk, mask=keep_scale, other=0)
+
+    # 4. Expand, store.
+    y = elem_value(tl.reshape(q, (BLOCK_M, NK, 32)), E5M2, HW) * scale_value(byte)[:, :, None]
+    y = tl.reshape(y.to(out_ptr.dtype.element_ty), (BLOCK_M, BLOCK_K))
+    tl.store(out_ptr + batch * stride_ob + row * stride_om + cols, y, mask=keep)
+
+
+@triton.jit(do_not_specialize=["M", "MP", "G"])
+def _dequantize_blocks_kernel(
+    out_ptr,  # (B, M, K), last stride 1
+    q_ptr,  # (B, MP, K) uint8, row- or column-major
+    scale_ptr,  # (B, ceil(MP/32), K) or SQUARE (B, ceil(MP/32), K32) uint8
+    offs_ptr,  # (G,) int32 or None: ends of the groups in the result
+    M,
+    MP,  # rows of qdata
+    K,
+    G,
+    stride_ob,
+    stride_om,
+    stride_qb,
+    stride_qm,
+    stride_qk,
+    stride_sb,
+    stride_sm,
+    stride_sk,
+    G_POW2: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SQUARE: tl.constexpr,
+    E5M2: tl.constexpr,
+    HW: tl.constexpr,
+    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
+    NB: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # 1. Which tile am I?
+    NK: tl.constexpr = BLOCK_K // 32
+    pid = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    col_tiles = tl.cdiv(K, BLOCK_K)
+    tile = pid // col_tiles
+    first_col = pid % col_tiles * BLOCK_K
+
+    # 2. Coordinates: where each block of padded rows lies in qdata (dst) and in the result (src).
+    src, live_end, keep_end, dst, dst_end, _, _ = block_rows(tile, offs_ptr, M, MP, G, G_POW2, GROUPED, False, NB)
+    r = tl.arange(0, 32)[None, :, None]
+    rows = src[:, None, None] + r
+    q_rows = dst[:, None, None] + r
+    cols = (first_col + tl.arange(0, BLOCK_K))[None, None, :]
+    keep = rows < keep_end[:, None, None]
+    # Padding rows are not read; rows of no group are zero whatever qdata holds there.
+    live = (rows < live_end[:, None, None]) & (q_rows < dst_end[:, None, None])
+    if not EVEN_K:
+        keep = keep & (cols < K)
+        live = live & (cols < K)
+
+    # 3. Load.
+    at = batch * stride_qb + q_rows.to(tl.int64) * stride_qm + cols.to(tl.int64) * stride_qk
+    q = tl.load(q_ptr + at, mask=live, other=0)
+    b = (dst // 32)[:, None]
+    some = (src < live_end)[:, None]
+    scale_row = scale_ptr + batch * stride_sb + b.to(tl.int64) * stride_sm
+
+    # 4. Expand, store.
+    if SQUARE:
+        c = (first_col // 32 + tl.arange(0, NK))[None, :]
+        byte = tl.load(scale_row + c * stride_sk, mask=some & (c < (K + 31) // 32), other=0)
+        y = elem_value(tl.reshape(q, (NB, 32, NK, 32)), E5M2, HW) * scale_value(byte)[:, None, :, None]
+        y = tl.reshape(y.to(out_ptr.dtype.element_ty), (NB, 32, BLOCK_K))
+    else:
+        c = (first_col + tl.arange(0, BLOCK_K))[None, :]
+        byte = tl.load(scale_row + c.to(tl.int64) * stride_sk, mask=some & (c < K), other=0)
+        y = (elem_value(q, E5M2, HW) * scale_value(byte)[:, None, :]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + batch * stride_ob + rows.to(tl.int64) * stride_om + cols, y, mask=keep)
+
+
+def dequantize(
+    qdata: Tensor,
+    scale: Tensor,
+    block: str,
+    offs: Tensor | None,
+    source_offs: Tensor | None,
+    rows: int,
+    out_dtype: torch.dtype,
+    *,
+    row_stride: int | None = None,
+) -> Tensor:
+    """Launch. Arguments are already checked by ``mxmoe.ops``; see there for the contract.
+
+    Where groups were padded follows from ``source_offs`` alone. ``row_stride`` as for ``fake_quantize``.
+    """
+    *lead, mp, k = qdata.shape
+    grouped = block == "colwise" and source_offs is not None
+    m = rows if grouped else mp
+    out = row_major_output((*lead, m, k), out_dtype, qdata.device, row_stride)
+    if not out.numel():
+        return out
+    batched = qdata.ndim == 3
+    sizes = {
+        "stride_ob": out.stride(0) if batched else 0,
+        "stride_om": out.stride(-2),
+        "stride_qb": qdata.stride(0) if batched else 0,
+        "stride_qm": qdata.stride(-2),
+        "stride_qk": qdata.stride(-1),
+        "stride_sb": scale.stride(0) if batched else 0,
+        "stride_sm": scale.stride(-2),
+        "stride_sk": scale.stride(-1),
+        "E5M2": qdata.dtype == torch.float8_e5m2,
+        "HW": hardware_cast(qdata.device),
+    }
+    q = qdata.view(torch.uint8)
+    if block == "rowwise":
+        block_m, block_k, warps = TILE_ROWWISE
+    else:
+        block_m, block_k, warps = TILE_BLOCKS if qdata.stride(-1) == 1 else TILE_COLUMN_MAJOR
+    col_tiles = shapes.cdiv(k, block_k)
+    batch = qdata.shape[0] if batched else 1
+    if block == "rowwise":
+        _dequantize_rowwise_kernel[(shapes.cdiv(m, block_m) * col_tiles, batch)](
+            out, q, scale, m, k, **sizes, EVEN_K=k % block_k == 0, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps
+        )
+        return out
+    groups = source_offs.shape[0] if grouped else 1
+    blocks = shapes.padded_rows(m, groups) // BLOCK + 1 if grouped else shapes.cdiv(m, BLOCK)
+    _dequantize_blocks_kernel[(shapes.cdiv(blocks, block_m // BLOCK) * col_tiles, batch)](
+        out,
+        q,
+        scale,
+        source_offs if grouped else None,
+        m,
+        mp,
+        k,
+        groups,
+        **sizes,
+        G_POW2=triton.next_power_of_2(groups),
+        GROUPED=grouped,
+        SQUARE=block == "square",
+        EVEN_K=k % block_k == 0,
+        NB=block_m // BLOCK,
+        BLOCK_K=block_k,
+        num_warps=warps,
+    )
+    return out

@@ -1,0 +1,258 @@
+"""Quantize and dequantize in one pass: the values a GEMM sees, in bf16 (or fp16, fp32), row-major, in x's own row order.
+
+    x (M, K)                        rowwise (M, K)              colwise (M, K)
+           BLOCK_K                     BLOCK_K                     BLOCK_K
+         +---------+                 +---------+                 +---------+
+      32 |  block  |     ---->       |32|32|32 |       and/or    | 32      |
+         +---------+                 +---------+                 +---------+
+
+    Colwise blocks restart at every group (``_blocks.py``); nothing is padded, since the result is no fp8 operand.
+
+Grid     (row tiles * column tiles, batch), columns fastest.
+Writes   every element of the result once; rows of no group are zero.
+Traffic  bf16: 2 bytes read, 2 written per element and direction.
+Index    int64 for rows and the batch.
+Source   OCP MX 1.0; ``docs/numerics.md``. e4m3 times 2**s is exact in bf16 for s in -124..119.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import shapes
+from ..formats import BLOCK
+from ._blocks import block_rows
+from ._e8m0 import constants, elem_value, quantize_last, quantize_middle, quantize_tile, scale_value
+from ._groups import last_end
+from .quantize_colwise import load_blocks
+
+# (BLOCK_M, BLOCK_K, num_warps)
+TILE_ROWWISE = (8, 512, 4)
+TILE_COLWISE = (32, 128, 4)
+TILE_BOTH = (32, 128, 4)
+TILE_SQUARE = (32, 128, 4)
+
+KINDS = {"colwise": 0, "both": 1, "square": 2}
+
+
+@triton.jit(do_not_specialize=["M", "G"])
+def _fake_rowwise_kernel(
+    out_ptr,  # (B, M, K), last stride 1
+    x_ptr,  # (B, M, K), last stride 1
+    offs_ptr,  # (G,) int32 or None
+    M,
+    K,
+    G,
+    stride_ob,
+    stride_om,
+    stride_xb,
+    stride_xm,
+    G_POW2: tl.constexpr,
+    GROUPED: tl.constexpr,
+    E5M2: tl.constexpr,
+    THRESH: tl.constexpr,
+    HW: tl.constexpr,
+    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # 1. Which tile am I?
+    NK: tl.constexpr = BLOCK_K // 32
+    pid = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    col_tiles = tl.cdiv(K, BLOCK_K)
+
+    # 2. Coordinates.
+    rows = (pid // col_tiles * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    cols = (pid % col_tiles * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    live_end = M
+    if GROUPED:
+        live_end = last_end(offs_ptr, G, M, G_POW2)
+    row = rows.to(tl.int64)
+
+    # 3. Load; what is not data is zero.
+    live = rows < live_end
+    keep = rows < M
+    if not EVEN_K:
+        live = live & (cols < K)
+        keep = keep & (cols < K)
+    x = tl.load(x_ptr + batch * stride_xb + row * stride_xm + cols, mask=live, other=0)
+    q, byte = quantize_last(x, E5M2, THRESH, HW)
+    q = tl.reshape(q, (BLOCK_M, NK, 32))
+    y = tl.reshape(elem_value(q, E5M2, HW) * scale_value(byte)[:, :, None], (BLOCK_M, BLOCK_K))
+
+    # 4. Store.
+    tl.store(out_ptr + batch * stride_ob + row * stride_om + cols, y.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit(do_not_specialize=["M", "G"])
+def _fake_blocks_kernel(
+    row_ptr,  # (B, M, K), last stride 1: rowwise result (KIND 1)
+    out_ptr,  # (B, M, K), last stride 1: colwise or square result
+    x_ptr,  # (B, M, K), last stride 1
+    offs_ptr,  # (G,) int32 or None
+    M,
+    K,
+    G,
+    stride_ob,
+    stride_om,
+    stride_xb,
+    stride_xm,
+    G_POW2: tl.constexpr,
+    GROUPED: tl.constexpr,
+    KIND: tl.constexpr,  # 0 colwise, 1 both, 2 square
+    E5M2: tl.constexpr,
+    THRESH: tl.constexpr,
+    HW: tl.constexpr,
+    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
+    NB: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # 1. Which tile am I?
+    NK: tl.constexpr = BLOCK_K // 32
+    pid = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    col_tiles = tl.cdiv(K, BLOCK_K)
+    tile = pid // col_tiles
+    first_col = pid % col_tiles * BLOCK_K
+
+    # 2. Coordinates: rows of x of each block; slack blocks take the rows of no group.
+    src, live_end, keep_end, _, _, _, _ = block_rows(tile, offs_ptr, M, M, G, G_POW2, GROUPED, False, NB)
+    rows = (src[:, None] + tl.arange(0, 32)[None, :])[:, :, None]
+    cols = (first_col + tl.arange(0, BLOCK_K))[None, None, :]
+    keep = rows < keep_end[:, None, None]
+    if not EVEN_K:
+        keep = keep & (cols < K)
+    at = batch * stride_ob + rows.to(tl.int64) * stride_om + cols
+
+    # 3. Load; what is not data is zero.
+    x = load_blocks(x_ptr + batch * stride_xb, src, live_end, stride_xm, first_col, K, EVEN_K, BLOCK_K)
+
+    # 4. Quantize, expand, store.
+    if KIND == 1:
+        q, byte = quantize_last(tl.reshape(x, (NB * 32, BLOCK_K)), E5M2, THRESH, HW)
+        q = tl.reshape(q, (NB * 32, NK, 32))
+        y = tl.reshape(elem_value(q, E5M2, HW) * scale_value(byte)[:, :, None], (NB, 32, BLOCK_K))
+        tl.store(row_ptr + at, y.to(row_ptr.dtype.element_ty), mask=keep)
+    if KIND == 2:
+        q, byte = quantize_tile(x, E5M2, THRESH, HW)
+        q = tl.reshape(q, (NB, 32, NK, 32))
+        y = tl.reshape(elem_value(q, E5M2, HW) * scale_value(byte)[:, None, :, None], (NB, 32, BLOCK_K))
+    else:
+        q, byte = quantize_middle(x, E5M2, THRESH, HW)
+        y = elem_value(q, E5M2, HW) * scale_value(byte)[:, None, :]
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def fake_quantize(
+    x: Tensor,
+    block: str,
+    offs: Tensor | None,
+    elem_dtype: torch.dtype,
+    scale_mode: str,
+    out_dtype: torch.dtype,
+    *,
+    row_stride: int | None = None,
+) -> Tensor:
+    """Launch. Arguments are already checked by ``mxmoe.ops``; see there for the contract.
+
+    ``row_stride``: elements from row to row of the result, if it must be more than K (16-byte rows of a TMA operand).
+    """
+    x = x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+    out = row_major_output(x.shape, out_dtype, x.device, row_stride)
+    if not out.numel():
+        return out
+    if block != "rowwise":
+        tile = TILE_SQUARE if block == "square" else TILE_COLWISE
+        _launch_blocks(KINDS[block], None, out, x, offs, elem_dtype, scale_mode, tile)
+        return out
+    block_m, block_k, warps = TILE_ROWWISE
+    *_, m, k = x.shape
+    grid = (shapes.cdiv(m, block_m) * shapes.cdiv(k, block_k), x.shape[0] if x.ndim == 3 else 1)
+    _fake_rowwise_kernel[grid](
+        out,
+        x,
+        offs,
+        m,
+        k,
+        1 if offs is None else offs.shape[0],
+        out.stride(0) if x.ndim == 3 else 0,
+        out.stride(-2),
+        x.stride(0) if x.ndim == 3 else 0,
+        x.stride(-2),
+        G_POW2=1 if offs is None else triton.next_power_of_2(offs.shape[0]),
+        GROUPED=offs is not None,
+        EVEN_K=k % block_k == 0,
+        BLOCK_M=block_m,
+        BLOCK_K=block_k,
+        num_warps=warps,
+        **constants(elem_dtype, scale_mode, x.device),
+    )
+    return out
+
+
+def fake_quantize_both(
+    x: Tensor,
+    offs: Tensor | None,
+    elem_dtype: torch.dtype,
+    scale_mode: str,
+    out_dtype: torch.dtype,
+    *,
+    row_stride: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch. Arguments are already checked by ``mxmoe.ops``; ``row_stride`` as for :func:`fake_quantize`."""
+    x = x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+    row = row_major_output(x.shape, out_dtype, x.device, row_stride)
+    col = row_major_output(x.shape, out_dtype, x.device, row_stride)
+    if row.numel():
+        _launch_blocks(KINDS["both"], row, col, x, offs, elem_dtype, scale_mode, TILE_BOTH)
+    return row, col
+
+
+def _launch_blocks(
+    kind: int,
+    row: Tensor | None,
+    out: Tensor,
+    x: Tensor,
+    offs: Tensor | None,
+    elem_dtype: torch.dtype,
+    scale_mode: str,
+    tile: tuple[int, int, int],
+) -> None:
+    block_m, block_k, warps = tile
+    *_, m, k = x.shape
+    groups = 0 if offs is None else offs.shape[0]
+    blocks = shapes.cdiv(m, BLOCK) if offs is None else shapes.padded_rows(m, groups) // BLOCK + 1
+    grid = (shapes.cdiv(blocks, block_m // BLOCK) * shapes.cdiv(k, block_k), x.shape[0] if x.ndim == 3 else 1)
+    _fake_blocks_kernel[grid](
+        row,
+        out,
+        x,
+        offs,
+        m,
+        k,
+        groups or 1,
+        out.stride(0) if x.ndim == 3 else 0,
+        out.stride(-2),
+        x.stride(0) if x.ndim == 3 else 0,
+        x.stride(-2),
+        G_POW2=triton.next_power_of_2(groups or 1),
+        GROUPED=offs is not None,
+        KIND=kind,
+        EVEN_K=k % block_k == 0,
+        NB=block_m // BLOCK,
+        BLOCK_K=block_k,
+        num_warps=warps,
+        **constants(elem_dtype, scale_mode, x.device),
+    )
+
+
+def row_major_output(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, row_stride: int | None
+) -> Tensor:
+    """Uninitialized row-major result; ``row_stride`` elements from row to row."""
+    *lead, k = shape
+    return torch.empty((*lead, row_stride or k), dtype=dtype, device=device)[..., :k]
