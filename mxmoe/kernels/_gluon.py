@@ -23,16 +23,17 @@ Source: ``docs/numerics.md``, ``docs/layouts.md``; PTX ISA, ``max``, ``mul``, ``
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mxmoe.formats import BLOCK, SF_ROWS, elem_format
+from mxmoe.formats import SF_ROWS, elem_format
 from mxmoe.shapes import cdiv
 
-TILE_ROWS = 128
+TILE_ROWS = SF_ROWS
 """Rows of a program's tile: one row tile of the blocked layout, so a tile belongs to one group only."""
 
 LOAD_BYTES = 16
@@ -41,11 +42,56 @@ MIN_CAPABILITY = 9  # cvt to e4m3x2 from sm_89, bf16x2 products from sm_90
 INT32_MAX = 2**31 - 1
 
 
+class Config(NamedTuple):
+    """How a program's tile lies on its threads: ``4*TR*LR*WR`` rows x ``2*TW*(32/LR)*(W/WR)`` columns."""
+
+    TR: int = 4  # rows/4 of a thread
+    TW: int = 4  # words of a thread: 4 = one 16-byte load
+    LR: int = 8  # lanes down the rows
+    WR: int = 1  # warps down the rows
+    W: int = 4  # warps
+    BAND: int = 8  # row tiles of a band
+    LOAD: str = ""  # cache modifiers and eviction policy
+    EVICT: str = ""
+    STORE: str = ""
+    maxnreg: int | None = None  # registers of a thread at most
+
+    @property
+    def rows(self) -> int:
+        return 4 * self.TR * self.LR * self.WR
+
+    @property
+    def cols(self) -> int:
+        return 2 * self.TW * (32 // self.LR) * (self.W // self.WR)
+
+
 # --- layouts: all of them give every thread the same elements --------------------------------------------------------
 @gluon.constexpr_function
-def words_layout(TR, TW, LR, WR, W, order):
+def words_layout(TR, TW, LR, WR, W):
     """(rows/4, words) of one ``w_i``."""
-    return gl.BlockedLayout([TR, TW], [LR, 32 // LR], [WR, W // WR], order)
+    return gl.BlockedLayout([TR, TW], [LR, 32 // LR], [WR, W // WR], [1, 0])
+
+
+@gluon.constexpr_function
+def down_layout(TR, TW, LR, WR, W):
+    """(rows/4, words) like ``words_layout``, registers down the rows first: a column store takes 4*TR bytes at once."""
+
+    def bases(*sizes):  # (extent, dim, step) -> one basis per bit
+        out = []
+        for extent, dim, step in sizes:
+            while extent > 1:
+                out.append([step, 0] if dim == 0 else [0, step])
+                step, extent = step * 2, extent // 2
+        return out
+
+    LC, WC = 32 // LR, W // WR
+    return gl.DistributedLinearLayout(
+        reg_bases=bases((TR, 0, 1), (TW, 1, 1)),
+        lane_bases=bases((LC, 1, TW), (LR, 0, TR)),
+        warp_bases=bases((WC, 1, TW * LC), (WR, 0, TR * LR)),
+        block_bases=[],
+        shape=[TR * LR * WR, TW * LC * WC],
+    )
 
 
 @gluon.constexpr_function
@@ -183,10 +229,7 @@ def _scaled_pair(word, scale_low, scale_high, low, high, fp16):
             f"mov.b32 {{s0, s1}}, {word}; cvt.f32.f16 {low}, s0; cvt.f32.f16 {high}, s1;"
             f"mul.f32 {low}, {low}, {scale_low}; mul.f32 {high}, {high}, {scale_high};"
         )
-    return (
-        f"mul.rn.bf16x2 t, {word}, {scale_low};"
-        f"shl.b32 {low}, t, 16; and.b32 {high}, t, 0xffff0000;"
-    )
+    return f"mul.rn.bf16x2 t, {word}, {scale_low};shl.b32 {low}, t, 16; and.b32 {high}, t, 0xffff0000;"
 
 
 @gluon.constexpr_function
@@ -226,9 +269,7 @@ def quantize_cols(w0, w1, w2, w3, inv_low, inv_high, E5M2: gl.constexpr, FP16: g
 @gluon.jit
 def quantize_row(w, inv, E5M2: gl.constexpr, FP16: gl.constexpr):
     """Words of a row -> int16 of two bytes each."""
-    return gl.inline_asm_elementwise(
-        _row_asm(E5M2, FP16), "=r,r,r,r,r", [w, inv], dtype=gl.int16, is_pure=True, pack=2
-    )
+    return gl.inline_asm_elementwise(_row_asm(E5M2, FP16), "=r,r,r,r,r", [w, inv], dtype=gl.int16, is_pure=True, pack=2)
 
 
 # --- which tile am I -------------------------------------------------------------------------------------------------
@@ -258,9 +299,9 @@ def _add(a, b):
 def group_tile(offs_ptr, padded_ptr, t, G, M, write_padded, G_POW2: gl.constexpr, W: gl.constexpr):
     """Tile ``t`` of the rows in groups, each group padded to whole tiles of 128 rows.
 
-    Returns ``(row, rows, tail, padded_row, first_tile, tiles)``: first source row and number of source rows of the tile;
-    whether it is a slack tile (behind the last group: its source rows belong to no group); first row in the output that
-    is padded to 32; first tile and number of tiles of its group. Safe for any content of offs.
+    Returns ``(row, rows, tail, padded_row, first_tile, tiles)``: first source row and number of source rows; whether it
+    is a slack tile (behind the last group: its source rows belong to no group); first row in the result that is padded
+    to 32; first tile and number of tiles of its group. Safe for any content of offs.
     """
     LG: gl.constexpr = groups_layout(G_POW2, W)
     g = gl.arange(0, G_POW2, layout=LG)
@@ -300,6 +341,32 @@ def group_tile(offs_ptr, padded_ptr, t, G, M, write_padded, G_POW2: gl.constexpr
     )
 
 
+@gluon.jit
+def tile_rows(
+    offs_ptr, padded_ptr, t, M, MO, G, sf_tiles, write_padded, GROUPED: gl.constexpr, G_POW2: gl.constexpr,
+    W: gl.constexpr,
+):  # fmt: skip
+    """Rows of row tile ``t``, with or without groups.
+
+    Returns ``(row, load_rows, row_rows, out_row, out_rows, sf_tile, sf_stride)``: first source row; source rows to
+    read; source rows that this tile owes a rowwise result; first row and number of rows of the column-major result (MO
+    rows); blocked colwise scale: tile of the first 128 columns, and tiles from there to the next 128 columns.
+    ``sf_tiles``: ceil(K/128) in groups, else ceil(MO/128).
+    """
+    if GROUPED:
+        row, rows, tail, padded_row, first_tile, tiles = group_tile(
+            offs_ptr, padded_ptr, t, G, M, write_padded, G_POW2, W
+        )
+        out_row = padded_row // 32 * 32  # a multiple of 32 anyway: now the compiler knows
+        load_rows = gl.where(tail, 0, rows)
+        out_rows = gl.where(tail, gl.minimum(gl.maximum(MO - out_row, 0), 128), (rows + 31) // 32 * 32)
+        return row, load_rows, rows, out_row, out_rows, first_tile * sf_tiles + (t - first_tile), tiles
+    else:
+        row = t * 128
+        rows = gl.minimum(M - row, 128)
+        return row, rows, rows, row, rows, t, sf_tiles
+
+
 # --- load ------------------------------------------------------------------------------------------------------------
 @gluon.jit
 def load_words(
@@ -311,17 +378,19 @@ def load_words(
     ``ld8``: row stride in units of 16 bytes, so that the compiler sees the alignment of every row. ``cols`` is in
     words and a multiple of 4.
     """
-    L: gl.constexpr = words_layout(TR, TW, LR, WR, W, [1, 0])
+    L: gl.constexpr = words_layout(TR, TW, LR, WR, W)
     r4 = gl.arange(0, TR * LR * WR, layout=gl.SliceLayout(1, L))[:, None]
     c = gl.arange(0, TW * (32 // LR) * (W // WR), layout=gl.SliceLayout(0, L))[None, :]
     word_ptr = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     at = word_ptr + (r4 * (ld8 * 16) + c)
     step = ld8 * 4
     if MASKED:
-        w0 = gl.load(at, mask=(r4 * 4 < rows) & (c < cols), other=0, cache_modifier=CACHE, eviction_policy=EVICT)
-        w1 = gl.load(at + step, mask=(r4 * 4 + 1 < rows) & (c < cols), other=0, cache_modifier=CACHE, eviction_policy=EVICT)
-        w2 = gl.load(at + step * 2, mask=(r4 * 4 + 2 < rows) & (c < cols), other=0, cache_modifier=CACHE, eviction_policy=EVICT)
-        w3 = gl.load(at + step * 3, mask=(r4 * 4 + 3 < rows) & (c < cols), other=0, cache_modifier=CACHE, eviction_policy=EVICT)
+        r = r4 * 4
+        inside = c < cols
+        w0 = gl.load(at, mask=(r < rows) & inside, other=0, cache_modifier=CACHE, eviction_policy=EVICT)
+        w1 = gl.load(at + step, mask=(r + 1 < rows) & inside, other=0, cache_modifier=CACHE, eviction_policy=EVICT)
+        w2 = gl.load(at + step * 2, mask=(r + 2 < rows) & inside, other=0, cache_modifier=CACHE, eviction_policy=EVICT)
+        w3 = gl.load(at + step * 3, mask=(r + 3 < rows) & inside, other=0, cache_modifier=CACHE, eviction_policy=EVICT)
     else:
         w0 = gl.load(at, cache_modifier=CACHE, eviction_policy=EVICT)
         w1 = gl.load(at + step, cache_modifier=CACHE, eviction_policy=EVICT)
@@ -342,13 +411,13 @@ def store_cols(
 
     ``q_ptr``: byte of the tile's first value; ``ld16``: column stride in units of 16 bytes; ``out_rows16``: rows to
     store in units of 16; ``cols``: columns to store. Plain scale: ``s_ptr`` at its first byte, ``scale_ld`` bytes from
-    column to column. Blocked: ``s_ptr`` at the 512-byte tile of the first column, ``sf_group_tiles`` tiles from there to
-    the next 128 columns, ``sf_cols`` columns left that have bytes in the buffer, ``sf_col0`` = first column mod 128.
+    column to column. Blocked: ``s_ptr`` at the 512-byte tile of the first column, ``sf_group_tiles`` tiles from there
+    to the next 128 columns, ``sf_cols`` columns left that have bytes in the buffer, ``sf_col0`` = first column mod 128.
     """
     R4: gl.constexpr = TR * LR * WR
     KW: gl.constexpr = TW * (32 // LR) * (W // WR)
     L3: gl.constexpr = row_blocks_layout(TR, TW, LR, WR, W)
-    LS: gl.constexpr = words_layout(TR, TW, LR, WR, W, [0, 1])
+    LS: gl.constexpr = down_layout(TR, TW, LR, WR, W)
     amax = absmax(absmax(w0, w1, FP16), absmax(w2, w3, FP16), FP16)
     amax = gl.convert_layout(amax.reshape([R4 // 8, 8, KW]), L3, assert_trivial=True)
     byte, inv_low, inv_high = scale_words(reduce_absmax(amax, 1, FP16), EMAX, THRESH, FP16)
@@ -402,7 +471,9 @@ def store_cols(
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 @gluon.jit
-def _lane_amax(w, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr, FP16: gl.constexpr):
+def _lane_amax(
+    w, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr, FP16: gl.constexpr
+):
     """Per row and lane: absmax of the words a lane holds. (rows/4, words/TW), no shuffles."""
     R4: gl.constexpr = TR * LR * WR
     LANES: gl.constexpr = (32 // LR) * (W // WR)
@@ -433,11 +504,9 @@ def _store_row(
 ):  # fmt: skip
     R4: gl.constexpr = TR * LR * WR
     KW: gl.constexpr = TW * (32 // LR) * (W // WR)
-    w3 = gl.convert_layout(
-        w.reshape([R4, KW // 16, 16]), col_blocks_layout(TR, TW, LR, WR, W, TW), assert_trivial=True
-    )
+    w3 = gl.convert_layout(w.reshape([R4, KW // 16, 16]), col_blocks_layout(TR, TW, LR, WR, W, TW), assert_trivial=True)
     q = quantize_row(w3, gl.expand_dims(inv, 2), E5M2, FP16).reshape([R4, KW])
-    q = gl.convert_layout(q, words_layout(TR, TW, LR, WR, W, [1, 0]), assert_trivial=True)
+    q = gl.convert_layout(q, words_layout(TR, TW, LR, WR, W), assert_trivial=True)
     if MASKED:
         gl.store(at, q, mask=keep, cache_modifier=CACHE)
     else:
@@ -446,7 +515,7 @@ def _store_row(
 
 @gluon.jit
 def store_rows(
-    q_ptr, s_ptr, w0, w1, w2, w3, ld8, rows, cols, scale_ld, sf_blocks, sf_row0,
+    q_ptr, s_ptr, w0, w1, w2, w3, ld8, rows, cols, scale_ld, sf_blocks, sf_col0, sf_row0,
     MASKED: gl.constexpr, BLOCKED: gl.constexpr, EMAX: gl.constexpr, THRESH: gl.constexpr, E5M2: gl.constexpr,
     FP16: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr,
     CACHE: gl.constexpr,
@@ -455,12 +524,13 @@ def store_rows(
 
     ``q_ptr``: byte of the tile's first value; ``ld8``: row stride in units of 8 bytes; ``rows``, ``cols``: what to
     store. Plain scale: ``s_ptr`` at its first byte, ``scale_ld`` bytes from row to row. Blocked: ``s_ptr`` at its first
-    512-byte tile, ``sf_blocks`` column blocks left that have bytes in the buffer, ``sf_row0`` = first row mod 128.
+    512-byte tile, ``sf_blocks`` column blocks left that have bytes in the buffer, ``sf_col0`` = first column block
+    mod 4, ``sf_row0`` = first row mod 128.
     """
     R4: gl.constexpr = TR * LR * WR
     KW: gl.constexpr = TW * (32 // LR) * (W // WR)
     NKB: gl.constexpr = KW // 16
-    L: gl.constexpr = words_layout(TR, TW, LR, WR, W, [1, 0])
+    L: gl.constexpr = words_layout(TR, TW, LR, WR, W)
     byte01, low01, high01 = _row_scales(
         _lane_amax(w0, TR, TW, LR, WR, W, FP16), _lane_amax(w1, TR, TW, LR, WR, W, FP16),
         TR, TW, LR, WR, W, EMAX, THRESH, FP16,
@@ -492,7 +562,8 @@ def store_rows(
         ri = r + i
         if BLOCKED:
             rr = ri + sf_row0
-            at_s = s_ptr + ((kb // 4) * 512 + (rr % 32) * 16 + rr // 32 * 4 + kb % 4)
+            kk = kb + sf_col0
+            at_s = s_ptr + (kk // 4 * 512 + (rr % 32) * 16 + rr // 32 * 4 + kk % 4)
             if MASKED:
                 gl.store(at_s, part, mask=kb < sf_blocks)
             else:
@@ -540,8 +611,3 @@ def constants(elem_dtype: torch.dtype, scale_mode: str) -> dict[str, int | bool]
 def row_tile_count(m: int, offs: Tensor | None) -> int:
     """Row tiles of 128, an upper bound that needs no look at offs: every group may add one that is not full."""
     return cdiv(m, TILE_ROWS) if offs is None else cdiv(m + (TILE_ROWS - 1) * offs.numel(), TILE_ROWS)
-
-
-assert TILE_ROWS == SF_ROWS and TILE_ROWS % BLOCK == 0
-__all__ = ["supported_input"]
-_ = triton

@@ -1,0 +1,182 @@
+"""Colwise quantization in Gluon: the fast path of ``quantize_colwise`` on sm_90 and later, bit-equal to it.
+
+          K columns                  qdata, column-major                  scale, column-major
+        +-----+-----+ ...           K                                    K
+    128 |tile |tile |             +------+------+- ... Mp              +----+----+- ... Mp/32
+   rows |     |     |             | tile': 128 bytes of a column are   |  4 bytes of a column per tile
+        +-----+-----+             | one line, written at once          |
+    128 |     |                   |
+                                  each group starts on a tile of its own and is padded to 32 rows in the result
+
+Grid     (experts * row tiles * column tiles,), in bands of row tiles, see ``tile_order``. Row tiles are an upper bound
+         known without reading offs. Programs behind the last group zero the tail of the result.
+Writes   every byte of every output once: buffers may come from torch.empty.
+Traffic  2 bytes read, 1 + 1/32 written per element.
+Index    int64 up to the tile, int32 inside it (``supported`` bounds the strides).
+Source   ``_gluon.py`` for the ownership of a tile; ``docs/layouts.md`` for the blocked scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton import next_power_of_2
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mxmoe import shapes
+from mxmoe.formats import BLOCK
+from mxmoe.kernels import _gluon
+from mxmoe.kernels._gluon import Config
+
+CONFIG = Config()
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "M", "K8", "MO", "G", "ld8", "batch8", "scale_ld", "row_tiles", "col_tiles", "sf_row_tiles", "sf_tiles",
+        "sf_slots",
+    ]
+)  # fmt: skip
+def _quantize_colwise_kernel(
+    q_ptr,  # (experts, K, MO) uint8, qdata transposed
+    s_ptr,  # plain: (experts, K, ceil(MO/32)) uint8; blocked: 512-byte tiles
+    padded_ptr,  # (G,) int32, group ends in MO
+    x_ptr,  # (experts, M, K) bf16 or fp16
+    offs_ptr,  # (G,) int32, group ends in M
+    M,
+    K8,  # K / 8
+    MO,  # rows of the result: M, or padded; a multiple of 16
+    G,
+    ld8,  # row stride of x / 8
+    batch8,  # expert stride of x / 8
+    scale_ld,  # ceil(MO / 32)
+    row_tiles,  # tiles of 128 rows
+    col_tiles,  # tiles of the configuration's columns
+    sf_row_tiles,  # ceil(K / 128): row tiles of the blocked scale
+    sf_tiles,  # what ``tile_rows`` wants: sf_row_tiles in groups, else ceil(MO / 128)
+    sf_slots,  # column tiles that the blocked buffer has
+    GROUPED: gl.constexpr,
+    G_POW2: gl.constexpr,
+    BLOCKED: gl.constexpr,
+    EMAX: gl.constexpr,
+    THRESH: gl.constexpr,
+    E5M2: gl.constexpr,
+    FP16: gl.constexpr,
+    TR: gl.constexpr,
+    TW: gl.constexpr,
+    LR: gl.constexpr,
+    WR: gl.constexpr,
+    W: gl.constexpr,
+    BAND: gl.constexpr,
+    LOAD: gl.constexpr,
+    EVICT: gl.constexpr,
+    STORE: gl.constexpr,
+):
+    BM: gl.constexpr = 4 * TR * LR * WR
+    BK: gl.constexpr = 2 * TW * (32 // LR) * (W // WR)
+    SUB: gl.constexpr = 128 // BM
+
+    # 1. Which tile is mine?
+    pid = gl.program_id(0)
+    per_expert = row_tiles * SUB * col_tiles
+    expert = (pid // per_expert).to(gl.int64)
+    rt, ct = _gluon.tile_order(pid % per_expert, row_tiles * SUB, col_tiles, BAND * SUB)
+    t = rt // SUB
+
+    # 2. Coordinates: source rows, rows of the result, columns.
+    row, load_rows, _, out_row, out_rows, sf_tile, sf_stride = _gluon.tile_rows(
+        offs_ptr, padded_ptr, t, M, MO, G, sf_tiles, pid == 0, GROUPED, G_POW2, W
+    )
+    down = (rt % SUB) * BM
+    row += down
+    out_row += down
+    load_rows = gl.minimum(gl.maximum(load_rows - down, 0), BM)
+    out_rows = gl.minimum(gl.maximum(out_rows - down, 0), BM)
+    col = ct * BK
+    cols = K8 * 8 - col
+    x_tile = x_ptr + ((expert * batch8 + row.to(gl.int64) * ld8) * 8 + col)
+    q_tile = q_ptr + ((expert * (K8 * 8) + col) * MO.to(gl.int64) // 16 * 16 + out_row)
+    if BLOCKED:
+        tile = expert * (sf_row_tiles * sf_slots) + sf_tile + (col // 128).to(gl.int64) * sf_stride
+        s_tile = s_ptr + (tile * 512 + down // 32)
+        sf_cols = gl.where(t < sf_slots, sf_row_tiles * 128 - col, 0)
+    else:
+        s_tile = s_ptr + ((expert * (K8 * 8) + col) * scale_ld + out_row // 32)
+        sf_cols = 0
+
+    # 3. and 4. Load (rows and columns outside are 0), quantize, store.
+    if (load_rows == BM) & (out_rows == BM) & (cols >= BK):
+        w0, w1, w2, w3 = _gluon.load_words(x_tile, BM, BK // 2, ld8, False, TR, TW, LR, WR, W, LOAD, EVICT)
+        _gluon.store_cols(
+            q_tile, s_tile, w0, w1, w2, w3, MO // 16, BM // 16, BK, scale_ld, sf_stride, BK, col % 128,
+            False, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
+        )  # fmt: skip
+    else:
+        w0, w1, w2, w3 = _gluon.load_words(
+            x_tile, load_rows, K8 * 4 - col // 2, ld8, True, TR, TW, LR, WR, W, LOAD, EVICT
+        )
+        _gluon.store_cols(
+            q_tile, s_tile, w0, w1, w2, w3, MO // 16, out_rows // 16, cols, scale_ld, sf_stride, sf_cols, col % 128,
+            True, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
+        )  # fmt: skip
+
+
+def supported(
+    x: Tensor,
+    offs: Tensor | None,
+    blocked: bool,
+    elem_dtype: torch.dtype,
+    capability: tuple[int, int] | None = None,
+) -> bool:
+    """Whether :func:`quantize_colwise` of this module takes ``x``. Sizes, strides, dtypes and alignment only."""
+    del blocked, elem_dtype  # every one of them
+    return _gluon.supported_input(x, offs, capability)
+
+
+def quantize_colwise(
+    x: Tensor, offs: Tensor | None, blocked: bool, elem_dtype: torch.dtype, scale_mode: str, config: Config = CONFIG
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch. ``supported`` must hold; for the contract see ``mxmoe.kernels.quantize_colwise``."""
+    *experts, m, k = x.shape
+    g = 0 if offs is None else offs.numel()
+    qshape, sshape = shapes.colwise(x.shape) if offs is None else shapes.colwise_groups(m, k, g)
+    mo = qshape[-2]
+    q = torch.empty_strided(qshape, shapes.column_major(qshape), dtype=torch.uint8, device=x.device)
+    if blocked:
+        scale = x.new_empty(shapes.colwise_blocked_scale(x.shape, None if offs is None else g), dtype=torch.uint8)
+    else:
+        scale = torch.empty_strided(sshape, shapes.column_major(sshape), dtype=torch.uint8, device=x.device)
+    padded = x.new_empty(g, dtype=torch.int32)
+    row_tiles = _gluon.row_tile_count(m, offs)
+    col_tiles = shapes.cdiv(shapes.round_up(k, _gluon.TILE_ROWS) if blocked else k, config.cols)
+    sf_row_tiles = shapes.cdiv(k, _gluon.TILE_ROWS)
+    sf_slots = scale.shape[-1] // 4 if blocked and offs is not None else shapes.cdiv(mo, _gluon.TILE_ROWS)
+    programs = (experts[0] if experts else 1) * row_tiles * (_gluon.TILE_ROWS // config.rows) * col_tiles
+    _quantize_colwise_kernel[(programs,)](
+        q,
+        scale,
+        padded,
+        x,
+        offs,
+        m,
+        k // 8,
+        mo,
+        g,
+        x.stride(-2) // 8,
+        x.stride(0) // 8 if experts else 0,
+        shapes.cdiv(mo, BLOCK),
+        row_tiles,
+        col_tiles,
+        sf_row_tiles,
+        sf_row_tiles if offs is not None else sf_slots,
+        sf_slots,
+        GROUPED=offs is not None,
+        G_POW2=next_power_of_2(max(g, 1)),
+        BLOCKED=blocked,
+        FP16=x.dtype == torch.float16,
+        num_warps=config.W,
+        **_gluon.constants(elem_dtype, scale_mode),
+        **config._asdict(),
+    )
+    return q.view(elem_dtype), scale, padded
