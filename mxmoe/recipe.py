@@ -65,6 +65,7 @@ class MXRecipe:
                 f'MXRecipe(save="mxfp8") keeps only the MXFP8 form of x, but wgrad={self.wgrad!r} with '
                 f'activations={self.activations!r} needs it in bf16: use save="bf16"'
             )
+        object.__setattr__(self, "_key", _key(self))
 
     def replace(self, **changes: object) -> MXRecipe:
         """A copy with some fields changed."""
@@ -73,7 +74,7 @@ class MXRecipe:
     @property
     def key(self) -> str:
         """The recipe as one line of text: what ops and logs carry. ``from_key`` reads it back."""
-        return _key(self)
+        return self._key  # type: ignore[attr-defined, no-any-return]
 
     @staticmethod
     def from_key(key: str) -> MXRecipe:
@@ -89,7 +90,6 @@ def _names(choices: tuple[object, ...]) -> str:
     return ", ".join(repr(c) if not isinstance(c, torch.dtype) else str(c) for c in choices)
 
 
-@functools.cache
 def _key(recipe: MXRecipe) -> str:
     parts = []
     for field in dataclasses.fields(recipe):

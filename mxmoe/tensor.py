@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,10 +110,21 @@ class MXTensor:
         }
         return dataclasses.replace(self, **moved)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # pickle and torch.save know no storage of the 8-bit floats: they travel as uint8
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        as_bytes = {"qdata": self.qdata.view(torch.uint8), "scale": self.scale_bytes}
+        return _rebuild, (fields | as_bytes, self.elem_dtype)
+
     def __repr__(self) -> str:
         groups = "" if self.offs is None else f", groups={self.offs.numel()}"
         elem = str(self.elem_dtype).removeprefix("torch.")
         return f"MXTensor({tuple(self.shape)}, {elem}, {self.block}, {self.layout}{groups}, device={self.device})"
+
+
+def _rebuild(fields: dict[str, Any], elem_dtype: torch.dtype) -> MXTensor:
+    views = {"qdata": fields["qdata"].view(elem_dtype), "scale": fields["scale"].view(SCALE_DTYPE)}
+    return MXTensor(**fields | views)
 
 
 def make(

@@ -34,7 +34,7 @@ _BLOCK_1X32 = (1, BLOCK)
 
 
 def _engine(name: str) -> ModuleType:
-    return importlib.import_module(f"..engines.{name}", __name__ + "._")
+    return importlib.import_module(f".engines.{name}", __package__)
 
 
 # --- operands --------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def _m_groups_backward(
     elif w_dtype is not None and wgrad_mx:
         grad_cols = engine.cols_operand(grad, offs, r.grad_elem_dtype, r)
 
-    dx = dw = dbias = grad.new_empty(0)
+    dx, dw, dbias = (grad.new_empty(0) for _ in range(3))  # outputs of an op must not alias
     if x_dtype is not None:
         if w_scale is not None:  # the rounded weights are all there is
             b = engine.expand(_mx(w, w_scale, "rowwise", n)).mT
@@ -184,7 +184,7 @@ def _m_groups_backward(
         record("wgrad", *_why(choice), sizes, (grad, x, offs, dw))
     if bias_dtype is not None:
         dbias = impl(grad.device).group_sum(grad, offs).to(bias_dtype)
-    return dx, dw, dbias if dbias is not dx else grad.new_empty(0)
+    return dx, dw, dbias
 
 
 @_m_groups_backward.register_fake
@@ -261,14 +261,14 @@ def _k_groups_backward(
         record("dgrad", *_why(choice), (rows.shape[0], n, k, offs.shape[0]), (rows, weights, offs, out))
         return out
 
-    da = db = grad.new_empty(0)
+    da, db = grad.new_empty(0), grad.new_empty(0)
     if a_dtype is not None:
         assert b is not None
         da = product(b, grad, a_dtype)
     if b_dtype is not None:
         assert a is not None
         db = product(a, grad.mT, b_dtype)
-    return da, db if db is not da else grad.new_empty(0)
+    return da, db
 
 
 @_k_groups_backward.register_fake
@@ -316,6 +316,12 @@ def _operand(t: object, name: str) -> Tensor | MXTensor:
             raise ValueError(f"{name} must be 2-D or 3-D, got shape {tuple(t.shape)}")
         return t
     return checks.tensor(t, name, dims=(2, 3))
+
+
+def _runnable(device: torch.device, recipe: MXRecipe, n: int, k: int) -> None:
+    """Refuse a backend that cannot run here. In compiled code the op itself does so."""
+    if not torch.compiler.is_compiling():
+        choose(device, recipe, n, k)
 
 
 def _contracts(x: torch.Size, w: torch.Size, x_dim: int, w_dim: int) -> None:
@@ -411,7 +417,7 @@ def _form_2d_3d(
     checks.maybe_debug_offs(ends, x.shape[0])
     if bias is not None:
         bias = checks.bias(bias, groups_, n, x.device)
-    choose(x.device, recipe, n, k)
+    _runnable(x.device, recipe, n, k)
     return _m(_flat(x, "rowwise", "x"), _transposed(_flat(w, "colwise", "w")), ends, bias, dtype, recipe)
 
 
@@ -424,7 +430,7 @@ def _form_3d_2d(
     groups_, m, k = x.shape
     ends = checks.offs(offs, "offs", x.device, groups_)
     checks.maybe_debug_offs(ends, w.shape[1])
-    choose(x.device, recipe, m, k)
+    _runnable(x.device, recipe, m, k)
     out = _m(_transposed(_flat(w, "colwise", "w")), _flat(x, "rowwise", "x"), ends, None, dtype, recipe)
     return out.t().contiguous()
 
@@ -441,7 +447,7 @@ def _form_3d_3d(
     n = w.shape[2]
     if bias is not None:
         bias = checks.bias(bias, groups_, n, x.device)
-    choose(x.device, recipe, n, k)
+    _runnable(x.device, recipe, n, k)
     flat = _flat(x, "rowwise", "x")
     scale = None if flat.scale is None else flat.scale.reshape(groups_ * m, flat.scale.shape[-1])
     rows = _Flat(flat.data.reshape(groups_ * m, k), scale, torch.Size([groups_ * m, k]))
@@ -466,7 +472,7 @@ def _form_2d_2d(
                 f"{name} is an MXTensor whose blocks do not restart at the groups of the contraction: "
                 'quantize it with block="colwise" and the same offs'
             )
-    choose(x.device, recipe, x.shape[0], w.shape[1])
+    _runnable(x.device, recipe, x.shape[0], w.shape[1])
     a, b = _transposed(_flat(x, "rowwise", "x")), _flat(w, "colwise", "w")
     padded = a.offs if a.offs is not None else b.offs
     out: Tensor = torch.ops.mxmoe.grouped_mm_k_groups(
