@@ -1,7 +1,7 @@
 """Repairs Triton 3.6's interpreter for fp8, bf16 and MX kernels on a CPU. For tests only.
 
-The stock interpreter is wrong without an error (``docs/numerics.md``): float casts to and from bf16 and fp8, ``tl.dot`` on
-bf16, runtime loop bounds under numpy >= 2.4; ``tl.dot_scaled`` is missing. Each is replaced by the torch CPU equivalent.
+The stock interpreter is wrong without an error (``docs/numerics.md``): float casts to and from bf16 and fp8, arithmetic and
+``tl.dot`` on bf16, runtime loop bounds under numpy >= 2.4; ``tl.dot_scaled`` is missing. Each is replaced by the torch CPU equivalent.
 """
 
 import numpy as np
@@ -71,6 +71,18 @@ def _dot_impl(original):
     return dot
 
 
+def _bf16_binary(original, operation):
+    """bf16 is stored as uint16 there, and arithmetic on it works on the bits."""
+
+    def compute(self, lhs, rhs):
+        if lhs.dtype.scalar.name != "bf16":
+            return original(self, lhs, rhs)
+        a, b = (_to_torch(v.data, tl.bfloat16).reshape(v.data.shape) for v in (lhs, rhs))
+        return interpreter.TensorHandle(_to_numpy(operation(a, b), tl.bfloat16), tl.bfloat16)
+
+    return compute
+
+
 def _scaled(values, scale, k_last):
     x = _to_torch(values.data, values.dtype.scalar).float()
     if scale is None:
@@ -102,6 +114,9 @@ def install():
     builder.cast_impl = cast
     builder.create_dot = _dot_impl(builder.create_dot)
     builder.create_dot_scaled = _create_dot_scaled
+    builder.create_fmul = _bf16_binary(builder.create_fmul, torch.mul)
+    builder.create_fadd = _bf16_binary(builder.create_fadd, torch.add)
+    builder.create_fsub = _bf16_binary(builder.create_fsub, torch.sub)
 
     def create_fp_to_fp(self, src, dst_type, rounding_mode):
         if rounding_mode is not None and rounding_mode != ir.ROUNDING_MODE.RTNE:

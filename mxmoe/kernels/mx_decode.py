@@ -32,10 +32,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..formats import E4M3, elem_format
 from ._e8m0 import scale_byte, scale_value, to_elem
 from ._groups import last_end
 
+FP16_WINDOW = {torch.float8_e4m3fn: (-15, 7), torch.float8_e5m2: (-8, 0)}
+"""Powers of two that leave every element of a dtype exact in fp16: 2**-9 * 2**-15 is its smallest, 448 * 2**7 < 65504."""
 INEXACT = tl.constexpr(1 << 20)
 """Exponent of a token that has no exact fp16 form."""
 
@@ -44,10 +48,10 @@ INEXACT = tl.constexpr(1 << 20)
 @triton.jit
 def _token_values(x_ptr, s_ptr, at, cols, K, BLOCK: tl.constexpr, IN: tl.constexpr, EMAX, THRESH, FMAX, E5M2):
     """A piece of one token as fp32: as it is, rounded to MXFP8, or expanded from MXFP8."""
-    x = tl.load(x_ptr + at + cols, mask=cols < K, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at + cols, mask=cols < K, other=0.0)
     if IN == "values":
-        return x
-    x = tl.reshape(x, (BLOCK // 32, 32))
+        return x.to(tl.bfloat16).to(tl.float32)  # activations="bf16" is what it says for fp16 and fp32 tokens too
+    x = tl.reshape(x.to(tl.float32), (BLOCK // 32, 32))
     if IN == "quantize":
         byte = scale_byte(tl.max(tl.abs(x), 1), EMAX, THRESH)
         # NaN loses against numbers in tl.max: a block with one is found by x != x.
@@ -63,9 +67,9 @@ def _token_values(x_ptr, s_ptr, at, cols, K, BLOCK: tl.constexpr, IN: tl.constex
 
 @triton.jit(do_not_specialize=["M", "G"])
 def _rows_kernel(
-    x16_ptr,  # (M, K) fp16: token * 2**shift
-    xb_ptr,  # (M, K) bf16: token, if WRITE_BF16
-    exp_ptr,  # (M,) int32: -shift, or INEXACT
+    x16_ptr,  # (M, K) fp16: token * 2**shift, if FP16
+    xb_ptr,  # (M, K) bf16: token, if BF16
+    exp_ptr,  # (M,) int32: -shift, or INEXACT; if FP16
     out_ptr,  # (M, N): rows of no group are set to zero
     x_ptr,  # (M, K)
     s_ptr,  # (M, ceil(K/32)) uint8, if IN is "mx"
@@ -78,7 +82,9 @@ def _rows_kernel(
     stride_sm,
     G_POW2: tl.constexpr,
     IN: tl.constexpr,
-    WRITE_BF16: tl.constexpr,
+    FP16: tl.constexpr,
+    BF16: tl.constexpr,
+    ZERO_TAIL: tl.constexpr,
     EMAX: tl.constexpr,
     THRESH: tl.constexpr,
     FMAX: tl.constexpr,
@@ -89,14 +95,20 @@ def _rows_kernel(
     m = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     if m >= last_end(offs_ptr, G, M, G_POW2):
-        zero = tl.zeros((BLOCK,), out_ptr.dtype.element_ty)
-        for n in range(0, N, BLOCK):
-            tl.store(out_ptr + m * N + n + c, zero, mask=n + c < N)
-    else:
+        if ZERO_TAIL:
+            zero = tl.zeros((BLOCK,), out_ptr.dtype.element_ty)
+            for n in range(0, N, BLOCK):
+                tl.store(out_ptr + m * N + n + c, zero, mask=n + c < N)
+        return
+    at = m * stride_xm
+    s_row = s_ptr + m * stride_sm
+    factor = 1.0
+    back = 1.0
+    shift = 0
+    exponent = 0
+    if FP16:
         # 2. Largest magnitude, as integer bits: above 0x7F7FFFFF it is Inf or NaN.
         largest = tl.zeros((BLOCK,), tl.int32)
-        at = m * stride_xm
-        s_row = s_ptr + m * stride_sm
         for k in range(0, K, BLOCK):
             v = _token_values(x_ptr, s_row, at, k + c, K, BLOCK, IN, EMAX, THRESH, FMAX, E5M2)
             largest = tl.maximum(largest, v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
@@ -105,86 +117,160 @@ def _rows_kernel(
         factor = ((shift + 127) << 23).to(tl.float32, bitcast=True)
         back = ((127 - shift) << 23).to(tl.float32, bitcast=True)
 
-        # 3. Round, and see whether it comes back.
-        lost = tl.zeros((BLOCK,), tl.int32)
-        for k in range(0, K, BLOCK):
-            v = _token_values(x_ptr, s_row, at, k + c, K, BLOCK, IN, EMAX, THRESH, FMAX, E5M2)
+    # 3. Round, and see whether it comes back.
+    lost = tl.zeros((BLOCK,), tl.int32)
+    for k in range(0, K, BLOCK):
+        v = _token_values(x_ptr, s_row, at, k + c, K, BLOCK, IN, EMAX, THRESH, FMAX, E5M2)
+        if FP16:
             half = (v * factor).to(tl.float16)
             lost = tl.maximum(lost, (half.to(tl.float32) * back != v).to(tl.int32))
             tl.store(x16_ptr + m * K + k + c, half, mask=k + c < K)
-            if WRITE_BF16:
-                tl.store(xb_ptr + m * K + k + c, v.to(tl.bfloat16), mask=k + c < K)
+        if BF16:
+            tl.store(xb_ptr + m * K + k + c, v.to(tl.bfloat16), mask=k + c < K)
+    if FP16:
         bad = (tl.max(lost, 0) != 0) | (exponent == 128)
         tl.store(exp_ptr + m, tl.where(bad, INEXACT, -shift))
 
 
 # --- weights in registers --------------------------------------------------------------------------------------------
-@triton.jit
-def _expand_fp16(q, words, BN: tl.constexpr, BK: tl.constexpr):
-    """e4m3 ``(BN, BK)`` times the scales packed in ``words`` ``(BN, BK/128)``: each byte is the high half of an fp16."""
-    byte = (words[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 0xFF
-    scale = tl.reshape((byte << 8).to(tl.int16).to(tl.float16, bitcast=True), (BN, BK // 32))
-    w = tl.reshape(q.to(tl.float16), (BN, BK // 32, 32)) * scale[:, :, None]
-    return tl.reshape(w, (BN, BK))
+# The scale of a tile is loaded as bytes (BN, BK/32) and nothing is computed from arange: then Triton moves the layout of
+# the dot operand up to the loads, and a weight goes shared memory -> ldmatrix -> cvt -> mul -> mma. With a shift by
+# arange in between, it stays below, and every expanded tile takes a trip through shared memory (519 instructions in the
+# loop instead of 352).
+_E4M3_TO_BF16 = tl.constexpr("""{
+    .reg .b32 lo, hi, a, b;
+    prmt.b32 lo, $2, 0, 0x1404;
+    prmt.b32 hi, $2, 0, 0x3424;
+    shr.u32 a, lo, 4;
+    shr.u32 b, hi, 4;
+    and.b32 a, a, 0x07F007F0;
+    and.b32 b, b, 0x07F007F0;
+    lop3.b32 $0, lo, 0x80008000, a, 0xEA;
+    lop3.b32 $1, hi, 0x80008000, b, 0xEA;
+}""")
 
 
 @triton.jit
-def _expand_bf16(q, byte, BN: tl.constexpr, BK: tl.constexpr):
-    """e4m3 ``(BN, BK)`` times 2**(byte - 127), ``byte`` ``(BN, BK/32)``; 0 is 2**-127, 255 is NaN."""
-    b = byte.to(tl.int32)
-    bits = tl.where(b == 255, 0x7FC0, tl.where(b == 0, 0x0040, b << 7))
-    scale = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    w = tl.reshape(q.to(tl.bfloat16), (BN, BK // 32, 32)) * scale[:, :, None]
-    return tl.reshape(w, (BN, BK))
+def _times_scale(q, scale, BN: tl.constexpr, BK: tl.constexpr):
+    """``(BN, BK)`` times ``(BN, BK/32)``, each scale on 32 columns."""
+    return tl.reshape(tl.reshape(q, (BN, BK // 32, 32)) * scale[:, :, None], (BN, BK))
 
 
 @triton.jit
-def token_range(offs_ptr, g, M, G_POW2: tl.constexpr):
-    """Start and end of group ``g``, safe for any content of offs (as ``groups.safe_ends``)."""
+def expand_packed(q, byte, BN: tl.constexpr, BK: tl.constexpr, FORM: tl.constexpr):
+    """Weights of a row that ``pack_weight`` found exact. ``byte``: high byte of an fp16, or exponent of a bf16."""
+    if FORM == "fp16":
+        return _times_scale(q.to(tl.float16), (byte.to(tl.int16) << 8).to(tl.float16, bitcast=True), BN, BK)
+    else:
+        # Sign and seven bits of an e4m3, put where a bf16 has them, are its value times 2**-120, subnormals included.
+        tl.static_assert(FORM == "bf16")
+        small = tl.inline_asm_elementwise(_E4M3_TO_BF16, "=r,=r,r", [q], dtype=tl.bfloat16, is_pure=True, pack=4)
+        return _times_scale(small, (byte.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True), BN, BK)
+
+
+@triton.jit
+def expand_any(q, byte, BN: tl.constexpr, BK: tl.constexpr):
+    """Any weights, in bf16: e4m3 or e5m2 times 2**(byte - 127); byte 0 is 2**-127, 255 is NaN."""
+    b = byte.to(tl.int16)
+    bits = tl.where(b == 255, 0x7FC0, tl.where(b == 0, 0x0040, b << 7)).to(tl.int16)
+    return _times_scale(q.to(tl.bfloat16), bits.to(tl.bfloat16, bitcast=True), BN, BK)
+
+
+@triton.jit
+def token_range(offs_ptr, g, M, G, G_POW2: tl.constexpr):
+    """Start and end of group ``g``, safe for any content of offs (as ``groups.safe_ends``); g = G: the tail's start twice."""
     i = tl.arange(0, G_POW2)
-    ends = tl.load(offs_ptr + i, mask=i <= g, other=0)
+    ends = tl.load(offs_ptr + i, mask=(i <= g) & (i < G), other=0)
     ends = tl.minimum(tl.maximum(ends, 0), M)
     return tl.max(tl.where(i < g, ends, 0), 0), tl.max(ends, 0)
 
 
 @triton.jit
-def multiply_fp16(
-    q_ptr, words_ptr, x_ptr, cols_in, tokens, n_words, K, k0, k1, BN: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr
+def load_tile(row_ptr, cols, K, EVEN: tl.constexpr):
+    """Weights ``(BN, BK)``: one pointer per row."""
+    if EVEN:
+        return tl.load(row_ptr[:, None] + cols[None, :])
+    else:
+        return tl.load(row_ptr[:, None] + cols[None, :], mask=(cols < K)[None, :], other=0.0)
+
+
+@triton.jit
+def load_tokens(row_ptr, cols, tokens, K, EVEN: tl.constexpr):
+    """Tokens ``(BK, BT)``: one pointer per token; zeros for those beyond the group, which costs no traffic."""
+    if EVEN:
+        return tl.load(row_ptr[None, :] + cols[:, None], mask=tokens[None, :], other=0.0)
+    else:
+        return tl.load(row_ptr[None, :] + cols[:, None], mask=tokens[None, :] & (cols < K)[:, None], other=0.0)
+
+
+@triton.jit
+def multiply_packed(
+    q_row,
+    p_row,  # packed scales: 4 bytes per row and 128 columns
+    x_row,
+    q_desc,
+    x_desc,
+    r0,  # first row of the tile in q_desc
+    t0,  # first token of the tile in x_desc
+    tokens,
+    N,
+    K,
+    k0,
+    k1,
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN: tl.constexpr,
+    FORM: tl.constexpr,
+    TMA_Q: tl.constexpr,
+    TMA_X: tl.constexpr,
 ):
-    """``(BN, BT)`` partial products, weights and tokens in fp16. q_ptr, x_ptr: one pointer per row."""
-    kk = tl.arange(0, BK)
-    kw = tl.arange(0, BK // 128)
+    """``(BN, BT)`` sums over ``k0 .. k1`` of weights that are exact in FORM."""
+    tl.static_assert(BK == 128)
+    cols = tl.arange(0, BK)
+    b = tl.arange(0, 4)
     acc = tl.zeros((BN, BT), tl.float32)
     for k in range(k0, k1, BK):
-        words = tl.load(words_ptr[:, None] + ((k // 128 + kw) * n_words)[None, :])
-        if EVEN_K:
-            q = tl.load(q_ptr[:, None] + (k + kk)[None, :])
-            x = tl.load(x_ptr[None, :] + (k + kk)[:, None], mask=tokens[None, :], other=0.0)
+        byte = tl.load(p_row[:, None] + ((k // 128) * N * 4 + b)[None, :])
+        if TMA_Q:
+            q = q_desc.load([r0, k])
         else:
-            q = tl.load(q_ptr[:, None] + (k + kk)[None, :], mask=(k + kk < K)[None, :], other=0.0)
-            x = tl.load(x_ptr[None, :] + (k + kk)[:, None], mask=tokens[None, :] & (k + kk < K)[:, None], other=0.0)
-        acc = tl.dot(_expand_fp16(q, words, BN, BK), x, acc)
+            q = load_tile(q_row, k + cols, K, EVEN)
+        if TMA_X:
+            x = x_desc.load([t0, k]).T
+        else:
+            x = load_tokens(x_row, k + cols, tokens, K, EVEN)
+        acc = tl.dot(expand_packed(q, byte, BN, BK, FORM), x, acc)
     return acc
 
 
 @triton.jit
-def multiply_bf16(
-    q_ptr, s_ptr, x_ptr, tokens, K, k0, k1, BN: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr
+def multiply_any(
+    q_row,
+    s_row,  # plain scales: K32 bytes per row
+    x_row,
+    tokens,
+    K,
+    k0,
+    k1,
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """As ``multiply_fp16``, in bf16 and with the plain scale bytes (s_ptr: one pointer per row): right for any weights."""
-    kk = tl.arange(0, BK)
-    kb = tl.arange(0, BK // 32)
+    """``(BN, BT)`` sums over ``k0 .. k1`` in bf16, with the plain scale bytes: right for any weights."""
+    cols = tl.arange(0, BK)
+    b = tl.arange(0, BK // 32)
     acc = tl.zeros((BN, BT), tl.float32)
-    for k in range(k0, k1, BK):
-        if EVEN_K:
-            byte = tl.load(s_ptr[:, None] + (k // 32 + kb)[None, :])
-            q = tl.load(q_ptr[:, None] + (k + kk)[None, :])
-            x = tl.load(x_ptr[None, :] + (k + kk)[:, None], mask=tokens[None, :], other=0.0)
+    for k in tl.range(k0, k1, BK, num_stages=STAGES):
+        if EVEN:
+            byte = tl.load(s_row[:, None] + (k // 32 + b)[None, :])
         else:
-            byte = tl.load(s_ptr[:, None] + (k // 32 + kb)[None, :], mask=(k + kb * 32 < K)[None, :], other=0)
-            q = tl.load(q_ptr[:, None] + (k + kk)[None, :], mask=(k + kk < K)[None, :], other=0.0)
-            x = tl.load(x_ptr[None, :] + (k + kk)[:, None], mask=tokens[None, :] & (k + kk < K)[:, None], other=0.0)
-        acc = tl.dot(_expand_bf16(q, byte, BN, BK), x, acc)
+            byte = tl.load(s_row[:, None] + (k // 32 + b)[None, :], mask=(k + b * 32 < K)[None, :], other=0)
+        q = load_tile(q_row, k + cols, K, EVEN)
+        x = load_tokens(x_row, k + cols, tokens, K, EVEN)
+        acc = tl.dot(expand_any(q, byte, BN, BK), x, acc)
     return acc
 
 
@@ -200,11 +286,13 @@ def _mx_decode_kernel(
     out_ptr,  # (M, N), or (splits, M, N) fp32 partial sums
     q_ptr,  # (G, N, K) e4m3 or e5m2
     s_ptr,  # (G, N, ceil(K/32)) uint8
-    words_ptr,  # (G, ceil(K/128), N) int32, if PACKED
-    top_ptr,  # (G, N) uint8, if PACKED
-    x16_ptr,  # (M, K) fp16
+    p_ptr,  # (G, ceil(K/128), N, 4) uint8, unless FORM is "any"
+    top_ptr,  # (G, N) uint8, unless FORM is "any"
+    x16_ptr,  # (M, K) fp16, if FORM is "fp16"
     xb_ptr,  # (M, K) bf16
-    exp_ptr,  # (M,) int32
+    q_desc,  # (G * N, K) as boxes (BN, BK), if TMA_Q
+    x_desc,  # (M, K) of FORM as boxes (BT, BK), if TMA_X
+    exp_ptr,  # (M,) int32, if FORM is "fp16"
     bias_ptr,  # (G, N), if HAS_BIAS
     offs_ptr,  # (G,) int32
     M,
@@ -214,60 +302,302 @@ def _mx_decode_kernel(
     stride_xb,
     split_k,  # K of one split, a multiple of BK
     G_POW2: tl.constexpr,
+    FORM: tl.constexpr,
     E_HI: tl.constexpr,
-    PACKED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    ZERO_TAIL: tl.constexpr,  # rows of no group are set to zero here, by one more group of programs
+    EVEN: tl.constexpr,  # K is a multiple of BK
     BN: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
+    TMA_Q: tl.constexpr,
+    TMA_X: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     # 1. Which rows of the weights, which tokens. Nothing to do without tokens.
     g = tl.program_id(1)
-    start, end = token_range(offs_ptr, g, M, G_POW2)
+    start, end = token_range(offs_ptr, g, M, G, G_POW2)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    OUT: tl.constexpr = out_ptr.dtype.element_ty
+    if ZERO_TAIL:
+        if g == G:
+            zero = tl.zeros((BN, BT), OUT)
+            for t0 in range(end, M, BT):
+                t = t0 + tl.arange(0, BT)
+                at = t.to(tl.int64)[None, :] * N + n[:, None]
+                tl.store(out_ptr + at, zero, mask=(t < M)[None, :] & (n < N)[:, None])
+            return
     if start >= end:
         return
     k0 = tl.program_id(2) * split_k
     k1 = tl.minimum(k0 + split_k, K)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.minimum(n, N - 1)  # rows beyond N are read twice and not stored: no mask in the loop
+    r0 = g * N + tl.program_id(0) * BN
     g64 = g.to(tl.int64)
-    K32 = tl.cdiv(K, 32)
     q_row = q_ptr + (g64 * N + row) * K
-    s_row = s_ptr + (g64 * N + row) * K32
-    exact_rows = False
-    top = tl.zeros((BN,), tl.int32)
-    if PACKED:
+    s_row = s_ptr + (g64 * N + row) * tl.cdiv(K, 32)
+    if FORM != "any":
+        p_row = p_ptr + (g64 * tl.cdiv(K, 128) * N + row) * 4
         top = tl.load(top_ptr + g64 * N + row).to(tl.int32)
         exact_rows = tl.max(top, 0) < 255
-        words_row = words_ptr + g64 * tl.cdiv(K, 128) * N + row
-    else:
-        words_row = s_row
 
     for t0 in range(start, end, BT):
         t = t0 + tl.arange(0, BT)
         tokens = t < end
         t64 = t.to(tl.int64)
+        xb_row = xb_ptr + t64 * stride_xb
 
-        # 2. Products: fp16 if every weight row and every token of the tile is exact there.
-        if PACKED:
+        # 2. Products, in the fast form if every weight row and every token of the tile is exact there.
+        if FORM == "fp16":
             e = tl.load(exp_ptr + t, mask=tokens, other=0)
-            exact = exact_rows & (tl.max(e, 0) < INEXACT)
-            if exact:
-                acc = multiply_fp16(
-                    q_row, words_row, x16_ptr + t64 * K, n, tokens, N, K, k0, k1, BN, BT, BK, EVEN_K
+            if exact_rows & (tl.max(e, 0) < INEXACT):
+                acc = multiply_packed(
+                    q_row, p_row, x16_ptr + t64 * K, q_desc, x_desc, r0, t0, tokens, N, K, k0, k1, BN, BT, BK, EVEN, FORM, TMA_Q, TMA_X
                 )
                 # 3. Put the powers of two back.
                 a, b = power_of_two((top - E_HI - 127)[:, None] + e[None, :])
                 acc = acc * a * b
             else:
-                acc = multiply_bf16(q_row, s_row, xb_ptr + t64 * stride_xb, tokens, K, k0, k1, BN, BT, BK, EVEN_K)
+                acc = multiply_any(q_row, s_row, xb_row, tokens, K, k0, k1, BN, BT, 32, False, 1)
+        elif FORM == "bf16":
+            if exact_rows:
+                acc = multiply_packed(
+                    q_row, p_row, xb_row, q_desc, x_desc, r0, t0, tokens, N, K, k0, k1, BN, BT, BK, EVEN, FORM, TMA_Q, TMA_X
+                )
+                a, b = power_of_two((top - 119)[:, None] + tl.zeros((BN, BT), tl.int32))
+                acc = acc * a * b
+            else:
+                acc = multiply_any(q_row, s_row, xb_row, tokens, K, k0, k1, BN, BT, 32, False, 1)
         else:
-            acc = multiply_bf16(q_row, s_row, xb_ptr + t64 * stride_xb, tokens, K, k0, k1, BN, BT, BK, EVEN_K)
+            acc = multiply_any(q_row, s_row, xb_row, tokens, K, k0, k1, BN, BT, BK, EVEN, STAGES)
 
         # 4. Bias, one rounding, store.
         if HAS_BIAS:
             acc += tl.load(bias_ptr + g64 * N + row).to(tl.float32)[:, None]
         at = (tl.program_id(2).to(tl.int64) * M + t64)[None, :] * N + n[:, None]
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=tokens[None, :] & (n < N)[:, None])
+        tl.store(out_ptr + at, acc.to(OUT), mask=tokens[None, :] & (n < N)[:, None])
+
+
+@triton.jit(do_not_specialize=["M", "G"])
+def _sum_splits_kernel(
+    out_ptr,  # (M, N)
+    part_ptr,  # (splits, M, N) fp32
+    bias_ptr,  # (G, N), if HAS_BIAS
+    offs_ptr,  # (G,) int32
+    M,
+    N,
+    G,
+    G_POW2: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # One row, BLOCK columns. Splits are added in their order; rows of no group are zeros.
+    m = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.arange(0, G_POW2)
+    ends = tl.load(offs_ptr + i, mask=i < G, other=0)
+    ends = tl.minimum(tl.maximum(ends, 0), M)
+    total = tl.zeros((BLOCK,), tl.float32)
+    if m < tl.max(ends, 0):
+        for split in tl.static_range(SPLITS):
+            at = (split * M + m).to(tl.int64) * N
+            total += tl.load(part_ptr + at + n, mask=n < N, other=0.0)
+        if HAS_BIAS:
+            g = tl.min(tl.where((i < G) & (ends > m), i, G), 0)  # the first group that ends beyond m
+            total += tl.load(bias_ptr + g.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + m.to(tl.int64) * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+# --- launch ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Config:
+    """Tile and schedule of one launch."""
+
+    tokens: int  # BT: tokens of a tile
+    rows: int  # BN: weight rows of a tile
+    warps: int
+    stages: int
+    tma_q: bool = False
+    tma_x: bool = False
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """What ``pack_weight`` found out about a weight ``(G, N, K)`` when it was loaded.
+
+    | field | shape | dtype | meaning |
+    |---|---|---|---|
+    | ``form`` | | | "fp16" or "bf16" |
+    | ``scale`` | ``(G, ceil(K/128), N, 4)`` | uint8 | exponents relative to ``top``, ready to be shifted into place |
+    | ``top`` | ``(G, N)`` | uint8 | largest scale byte of the row; 255: the row is not exact in ``form`` |
+    """
+
+    form: str
+    scale: Tensor
+    top: Tensor
+
+
+BK = 128
+PROGRAMS = 1024
+"""Split K until there are about this many programs: 132 SMs with six to eight each."""
+MIN_SPLIT = 512
+"""K of a split, at least: four steps of the pipeline."""
+
+
+def choose_config(m: int, g: int) -> Config:
+    """By mean tokens per group: M and G are known without reading offs."""
+    mean = m / max(g, 1)
+    if mean <= 4:
+        return Config(8, 64, 2, 4)
+    if mean <= 12:
+        return Config(16, 64, 2, 4)
+    if mean <= 24:
+        return Config(32, 64, 2, 4)
+    return Config(64, 64, 4, 4)
+
+
+def choose_splits(m: int, g: int, n: int, k: int, config: Config) -> int:
+    """Splits of K: 1 as soon as N tiles and groups that can have tokens fill the chip."""
+    programs = triton.cdiv(n, config.rows) * min(g, m)
+    return max(1, min(PROGRAMS // programs, k // MIN_SPLIT)) if programs else 1
+
+
+def _tma_ready(t: Tensor) -> bool:
+    """Base and row stride are multiples of 16 bytes."""
+    return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.stride(-1) == 1
+
+
+def _desc(t: Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, BK])
+
+
+def mx_decode_m_groups(
+    a: Tensor,
+    a_scale: Tensor | None,
+    b_q: Tensor,
+    b_scale: Tensor,
+    packed: PackedWeight | None,
+    offs: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    quantize: tuple[torch.dtype, str] | None = None,
+    config: Config | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """Launch. ``a (M, K)``, ``b_q (G, N, K)`` with ``b_scale (G, N, ceil(K/32))`` uint8, ``offs (G,)`` -> ``(M, N)``.
+
+    ``a`` is used in bf16, rounded to MXFP8 first if ``quantize`` = (elem_dtype, scale_mode), or is MXFP8 already and
+    comes with ``a_scale (M, ceil(K/32))``. ``packed``: exact fast forms; None expands every tile to bf16.
+    """
+    m, k = a.shape
+    g, n, _ = b_q.shape
+    out = a.new_empty((m, n), dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    if g == 0 or k == 0:
+        raise AssertionError("empty contractions and no groups are handled by the op")
+    a = a if a.stride(-1) == 1 else a.contiguous()
+    b_q, b_scale = b_q.contiguous(), b_scale.contiguous()
+    c = config or choose_config(m, g)
+    form = packed.form if packed is not None else "any"
+    g_pow2 = triton.next_power_of_2(g)
+    splits = splits or choose_splits(m, g, n, k, c)
+    split_k = triton.cdiv(triton.cdiv(k, BK), splits) * BK
+    splits = triton.cdiv(k, split_k)
+
+    # Tokens in the form that the tiles take.
+    kind = "mx" if a_scale is not None else "quantize" if quantize is not None else "values"
+    x16, exponent, xb = a, offs, a
+    prepare = form == "fp16" or kind != "values" or a.dtype != torch.bfloat16
+    if prepare:
+        elem = elem_format(a.dtype if kind == "mx" else quantize[0]) if kind != "values" else E4M3
+        need_bf16 = kind != "values" or a.dtype != torch.bfloat16
+        if form == "fp16":
+            x16 = a.new_empty((m, k), dtype=torch.float16)
+            exponent = a.new_empty((m,), dtype=torch.int32)
+        if need_bf16:
+            xb = a.new_empty((m, k), dtype=torch.bfloat16)
+        _rows_kernel[(m,)](
+            x16,
+            xb,
+            exponent,
+            out,
+            a,
+            a_scale if a_scale is not None else a,
+            offs,
+            m,
+            n,
+            k,
+            g,
+            a.stride(0),
+            a_scale.stride(0) if a_scale is not None else 0,
+            G_POW2=g_pow2,
+            IN=kind,
+            FP16=form == "fp16",
+            BF16=need_bf16,
+            ZERO_TAIL=splits == 1,
+            EMAX=elem.emax,
+            THRESH=elem.threshold(quantize[1] if quantize is not None else "rceil"),
+            FMAX=elem.max,
+            E5M2=elem.dtype == torch.float8_e5m2,
+            BLOCK=min(max(triton.next_power_of_2(k), 128), 2048),
+            num_warps=4,
+        )
+
+    # Weights.
+    target = out if splits == 1 else out.new_empty((splits, m, n), dtype=torch.float32)
+    x = x16 if form == "fp16" else xb
+    tma_q = c.tma_q and form != "any" and _tma_ready(b_q.view(g * n, k))
+    tma_x = c.tma_x and form != "any" and _tma_ready(x)
+    zero_tail = splits == 1 and not prepare
+    _mx_decode_kernel[(triton.cdiv(n, c.rows), g + zero_tail, splits)](
+        target,
+        b_q,
+        b_scale,
+        packed.scale if packed is not None else b_scale,
+        packed.top if packed is not None else b_scale,
+        x16,
+        xb,
+        _desc(b_q.view(g * n, k), c.rows) if tma_q else b_q,
+        _desc(x, c.tokens) if tma_x else x,
+        exponent,
+        bias.contiguous() if bias is not None else out,
+        offs,
+        m,
+        n,
+        k,
+        g,
+        xb.stride(0),
+        split_k,
+        G_POW2=g_pow2,
+        FORM=form,
+        E_HI=FP16_WINDOW[b_q.dtype][1],
+        HAS_BIAS=bias is not None and splits == 1,
+        ZERO_TAIL=zero_tail,
+        EVEN=k % BK == 0,
+        BN=c.rows,
+        BT=c.tokens,
+        BK=BK,
+        TMA_Q=tma_q,
+        TMA_X=tma_x,
+        STAGES=c.stages,
+        num_warps=c.warps,
+        num_stages=c.stages,
+    )
+    if splits > 1:
+        block = min(triton.next_power_of_2(n), 1024)
+        _sum_splits_kernel[(m, triton.cdiv(n, block))](
+            out,
+            target,
+            bias.contiguous() if bias is not None else out,
+            offs,
+            m,
+            n,
+            g,
+            G_POW2=g_pow2,
+            HAS_BIAS=bias is not None,
+            SPLITS=splits,
+            BLOCK=block,
+        )
+    return out
