@@ -1,54 +1,238 @@
-"""draft"""
+"""Scale layout of K groups: logical (R, C) scales with groups along the columns <-> blocked layout, group by group.
+
+    logical scale, row-major               blocked scale, in column tiles t of 4 columns; n_g = ceil(c_g / 4) of group g
+
+       0     offs[0]   offs[1]    C        t: 0 .. n_0        n_0 .. n_0 + n_1          .. total = (C + 3*G) // 4
+       +---------+---------+------+           +---------------+----------------------+-------+
+     R | group 0 | group 1 | tail |  ---->    | row tile 0    | row tile 0           | slack |   n_g tiles per row
+       |         |         |      |           | row tile 1 .. | row tile 1 ..        |       |   512 B per tile
+       +---------+---------+------+           +---------------+----------------------+-------+   one by one in memory
+
+A group is padded to 4 columns and 128 rows with zero bytes; its tile-row stride is its own n_g, not the matrix's.
+The slack behind the last group is treated as one more group, of no columns: it comes out zero.
+
+Grid     parallel: (row tile, chunk of CB column tiles), flattened, chunks fastest; total is known without reading offs.
+         A program finds the group of its first tile and walks on through the groups that its chunk touches.
+         naive: (row tile, group), flattened, slack included; a program loops over its group in chunks of CB tiles.
+Writes   every output byte exactly once, so the buffer may come from torch.empty.
+Traffic  1 byte read and 1 byte written per scale, plus padding.
+Words    While groups begin at multiples of 4 columns, tile t holds word t of each row. The parallel form loads that
+         before it knows the groups, which hides the latency of reading offs. If it guessed wrong, or if the chunk spans
+         groups, words are cut out of the two aligned words around them (UNIT 16 and 4), or put together from bytes
+         (UNIT 1: columns, strides or address do not divide by 4).
+Index    int64 for addresses; rows, columns and tiles are int32.
+Source   cuBLAS manual, "1D block scaling factors layout"; ``docs/layouts.md``.
+"""
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
 from mxmoe import shapes
+
 from ._groups import group_bounds
+from ._tile_words import load_pieces, load_tiles, load_vectors, load_words, store_pieces, store_tiles, unit_bytes
 from ._tiles import exclusive_sum
-from ._tile_words import *
+
+# (CB, num_warps); num_warps <= CB/4 keeps the transpose in registers, see _tile_words.
+PARALLEL = (16, 4)
+NAIVE = (32, 8)
+INVERSE = (16, 4)
+
 
 @triton.jit
 def _pick(values, mine):
     return tl.sum(tl.where(mine, values, 0))
 
-@triton.jit(do_not_specialize=["R", "cols", "G", "stride_row", "stride_col", "row_tiles", "total"])
-def _parallel_kernel(out_ptr, scale_ptr, offs_ptr, R, cols, G, stride_row, stride_col, row_tiles, total,
-                     G_POW2: tl.constexpr, CB: tl.constexpr, VEC: tl.constexpr):
-    chunks = tl.cdiv(total, CB)
-    pid = tl.program_id(0)
-    row_tile = pid // chunks
-    t0 = (pid % chunks) * CB
-    r = block_rows()
-    w = block_words(CB)
-    row = row_tile * 128 + r
-    if VEC > 0:
-        ahead = load_words(scale_ptr, row, stride_row, t0 + w, (row < R) & (t0 + w < cols * VEC), VEC)
-        C = cols * VEC * 4
+
+@triton.jit
+def _move(
+    out_ptr,
+    scale_ptr,  # row 0 of the row tile
+    rows,  # rows from there to the end of the matrix
+    stride_row,  # in units
+    stride_col,
+    row_tile,
+    row_tiles,
+    t0,  # tile of the block's first word, first .. or before
+    t,  # tiles t .. last - 1 are moved
+    last,
+    start,  # columns of the group
+    size,
+    first,  # column tiles of the group
+    tiles,
+    CB: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Move tiles ``t .. last - 1`` of one group, whatever its alignment."""
+    col = start + 4 * (t0 - first)
+    end = start + size - col
+    if UNIT >= 4:
+        skip = start % 4
+        ptr = scale_ptr + (col - skip)
+        block = load_words(ptr, rows, stride_row * (UNIT // 4), skip, t - t0, end + skip, CB, True)
     else:
-        C = cols
-    starts, ends, sizes = group_bounds(offs_ptr, G, C, G_POW2)
+        ptr = scale_ptr + col.to(tl.int64) * stride_col
+        block = load_pieces(ptr, rows, stride_row, stride_col, t - t0, end, CB, 1)
+    tile = first.to(tl.int64) * row_tiles + row_tile.to(tl.int64) * tiles + (t0 - first)
+    store_tiles(out_ptr, tile, block, t - t0, last - t0, CB)
+
+
+@triton.jit(do_not_specialize=["R", "cols", "G", "stride_row", "stride_col", "row_tiles", "total"])
+def to_blocked_k_groups_kernel(
+    out_ptr,  # (row_tiles * total * 512,) uint8
+    scale_ptr,  # (R, C) uint8
+    offs_ptr,  # (G,) int32, end column of each group
+    R,
+    cols,  # C, in units
+    G,
+    stride_row,  # in units
+    stride_col,
+    row_tiles,
+    total,  # column tiles of the buffer
+    G_POW2: tl.constexpr,  # G rounded up to a power of two: one compile per power, not per G
+    CB: tl.constexpr,
+    UNIT: tl.constexpr,
+    PARALLEL: tl.constexpr,
+):
+    # 1. Which row tile, and which chunk (parallel) or group (naive), is mine?
+    parts = tl.cdiv(total, CB) if PARALLEL else G + 1
+    row_tile = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    rows = R - row_tile * 128
+    scale_ptr += (row_tile * 128).to(tl.int64) * (stride_row.to(tl.int64) * UNIT)
+
+    # 2. Coordinates: load the words that the chunk holds if it is aligned, then find the groups, in columns and tiles.
+    if PARALLEL and UNIT == 16:
+        t0 = part * CB
+        ahead = load_vectors(scale_ptr + t0 * 4, rows, stride_row, cols * 4 - t0, CB)
+    starts, ends, sizes = group_bounds(offs_ptr, G, cols * UNIT, G_POW2)
     tiles = tl.cdiv(sizes, 4)
-    first = exclusive_sum(tiles)
+    firsts = exclusive_sum(tiles)
     used = tl.sum(tiles)
-    t = t0
-    last = tl.minimum(t0 + CB, total)
-    while t < last:
-        mine = (first <= t) & (t < first + tiles)
+
+    # 3., 4. Load and store. Outside the group or the matrix is padding, and padding is zero.
+    if PARALLEL:
+        t0 = part * CB
+        t = t0
+        last = tl.minimum(t0 + CB, total)
+        if UNIT == 16:
+            mine = (firsts <= t0) & (t0 < firsts + tiles)
+            size = _pick(sizes, mine)
+            first = _pick(firsts, mine)
+            n = size // 4
+            if (_pick(starts, mine) == 4 * first) & (size == 4 * n) & (last <= first + n):
+                tile = first.to(tl.int64) * row_tiles + row_tile.to(tl.int64) * n + (t0 - first)
+                store_tiles(out_ptr, tile, ahead, 0, last - t0, CB)
+                t = last
+        while t < last:
+            mine = (firsts <= t) & (t < firsts + tiles)  # nowhere true: the slack
+            start = _pick(starts, mine)
+            size = _pick(sizes, mine)
+            first = tl.where(t < used, _pick(firsts, mine), used)
+            n = tl.where(t < used, tl.cdiv(size, 4), total - used)
+            stop = tl.minimum(first + n, last)
+            _move(
+                out_ptr, scale_ptr, rows, stride_row, stride_col, row_tile, row_tiles,
+                t0, t, stop, start, size, first, n, CB, UNIT,
+            )  # fmt: skip
+            t = stop
+    else:
+        mine = tl.arange(0, G_POW2) == part  # group G, of size 0, is the slack
         start = _pick(starts, mine)
         size = _pick(sizes, mine)
-        f = tl.where(t < used, _pick(first, mine), used)
-        n = tl.where(t < used, tl.cdiv(size, 4), total - used)
-        seg = tl.minimum(f + n, last)
-        tile = f.to(tl.int64) * row_tiles + row_tile.to(tl.int64) * n + (t0 - f)
-        valid = size - 4 * (t0 + w - f)
-        mask = (row < R) & (t0 + w >= t)
-        if VEC > 0:
-            if (start == 4 * f) & (size % 4 == 0) & (t < used):
-                store_tiles(out_ptr, tile, ahead, t - t0, seg - t0, CB)
+        first = tl.where(part < G, _pick(firsts, mine), used)
+        n = tl.where(part < G, tl.cdiv(size, 4), total - used)
+        for t in range(first, first + n, CB):
+            _move(
+                out_ptr, scale_ptr, rows, stride_row, stride_col, row_tile, row_tiles,
+                t, t, tl.minimum(t + CB, first + n), start, size, first, n, CB, UNIT,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["R", "C", "G", "row_tiles", "total"])
+def from_blocked_k_groups_kernel(
+    scale_ptr,  # (R, C) uint8, contiguous
+    blocked_ptr,  # (row_tiles * total * 512,) uint8
+    offs_ptr,  # (G,) int32
+    R,
+    C,
+    G,
+    row_tiles,
+    total,  # column tiles of the output at most: the groups', and those of the columns behind the last group
+    G_POW2: tl.constexpr,
+    CB: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    # 1. Which row tile and which chunk of column tiles is mine?
+    chunks = tl.cdiv(total, CB)
+    row_tile = tl.program_id(0) // chunks
+    t0 = tl.program_id(0) % chunks * CB
+    rows = R - row_tile * 128
+    scale_ptr += (row_tile * 128).to(tl.int64) * C
+
+    # 2. Coordinates: the groups, in columns and in tiles; the columns behind the last one are one more group.
+    starts, ends, sizes = group_bounds(offs_ptr, G, C, G_POW2)
+    tiles = tl.cdiv(sizes, 4)
+    firsts = exclusive_sum(tiles)
+    used = tl.sum(tiles)
+    covered = tl.max(ends)
+
+    # 3., 4. Load tiles (there are none behind the last group: zero), store what lies inside the group.
+    t = t0
+    last = tl.minimum(t0 + CB, used + tl.cdiv(C - covered, 4))
+    while t < last:
+        mine = (firsts <= t) & (t < firsts + tiles)
+        start = tl.where(t < used, _pick(starts, mine), covered)
+        size = tl.where(t < used, _pick(sizes, mine), C - covered)
+        first = tl.where(t < used, _pick(firsts, mine), used)
+        n = tl.cdiv(size, 4)
+        stop = tl.minimum(first + n, last)
+        tile = first.to(tl.int64) * row_tiles + row_tile.to(tl.int64) * n + (t0 - first)
+        block = load_tiles(blocked_ptr, tile, t - t0, tl.where(t < used, stop - t0, 0), CB)
+        col = start + 4 * (t0 - first)
+        end = start + size - col
+        if UNIT >= 4:
+            if (start % 4 == 0) & (size % 4 == 0):
+                store_pieces(scale_ptr + col, block, rows, C // 4, 1, t - t0, stop - t0, end, CB, 4)
             else:
-                words = load_shifted(scale_ptr, row, stride_row, start + 4 * (t0 + w - f), valid, mask, VEC)
-                store_tiles(out_ptr, tile, words, t - t0, seg - t0, CB)
+                store_pieces(scale_ptr + col, block, rows, C, 1, t - t0, stop - t0, end, CB, 1)
         else:
-            words = load_bytes(scale_ptr, row, stride_row, stride_col, start + 4 * (t0 + w - f), valid, mask)
-            store_tiles(out_ptr, tile, words, t - t0, seg - t0, CB)
-        t = seg
+            store_pieces(scale_ptr + col, block, rows, C, 1, t - t0, stop - t0, end, CB, 1)
+        t = stop
+
+
+def to_blocked_k_groups(scale: Tensor, offs: Tensor, method: str) -> Tensor:
+    """Launch. Arguments are already checked by ``mxmoe.ops``; see there for the contract."""
+    rows, cols = scale.shape
+    groups = offs.shape[0]
+    shape = shapes.blocked_k_groups(rows, cols, groups)
+    out = torch.empty(shape, dtype=torch.uint8, device=scale.device)
+    row_tiles, total = shape[0] // 128, shape[1] // 4
+    if row_tiles * total:
+        unit = unit_bytes(scale, cols)
+        unit = unit if unit >= 4 else 1  # the groups need not begin at multiples of 2
+        parallel = method == "parallel"
+        cb, warps = PARALLEL if parallel else NAIVE
+        stride_row, stride_col = scale.stride()
+        to_blocked_k_groups_kernel[(row_tiles * (-(-total // cb) if parallel else groups + 1),)](
+            out, scale, offs, rows, cols // unit, groups, stride_row // unit, stride_col, row_tiles, total,
+            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit, PARALLEL=parallel, num_warps=warps,
+        )  # fmt: skip
+    return out
+
+
+def from_blocked_k_groups(blocked: Tensor, offs: Tensor, rows: int, cols: int) -> Tensor:
+    """Launch the inverse. Logical columns behind the last group are 0."""
+    groups = offs.shape[0]
+    scale = torch.empty((rows, cols), dtype=torch.uint8, device=blocked.device)
+    if rows * cols:
+        row_tiles = shapes.cdiv(rows, 128)
+        total = shapes.blocked_k_groups(rows, cols, groups + 1)[1] // 4
+        cb, warps = INVERSE
+        from_blocked_k_groups_kernel[(row_tiles * -(-total // cb),)](
+            scale, blocked.contiguous(), offs, rows, cols, groups, row_tiles, total,
+            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit_bytes(scale, cols), num_warps=warps,
+        )  # fmt: skip
+    return scale

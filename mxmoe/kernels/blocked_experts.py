@@ -1,0 +1,107 @@
+"""Scale layout of experts: logical (G, R, C) scales <-> blocked layout, each expert a matrix of its own.
+
+    logical scale, per expert                        blocked scale, per expert: 128*ceil(R/128) * 4*ceil(C/4) bytes
+              C                                                ceil(C/4) tiles of 512 B
+        +-----------+                                row tile  +---+---+---+
+     R  |           |                  ---->                0  | 0 | 1 | 2 |   padded to 128 rows and 4 columns
+        |           |                                       1  | 3 | 4 | 5 |   with zero bytes
+        +-----------+                                          +---+---+---+
+
+Grid     (expert, row tile, chunk of CB column tiles), flattened, chunks fastest. One matrix is one expert.
+Writes   every output byte exactly once, so the buffer may come from torch.empty.
+Traffic  1 byte read and 1 byte written per scale, plus padding.
+Index    int64 for addresses.
+Source   cuBLAS manual, "1D block scaling factors layout"; ``docs/layouts.md``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxmoe import shapes
+
+from ._tile_words import load_matrix, load_tiles, skip_words, store_matrix, store_tiles, unit_bytes, units_left
+
+# (CB, num_warps); num_warps <= CB/4 keeps the transpose in registers, see _tile_words.
+CONFIG = (16, 4)
+
+
+@triton.jit(
+    do_not_specialize=["R", "cols", "stride_expert", "stride_row", "stride_col", "row_tiles", "col_tiles"],
+)  # fmt: skip
+def blocked_experts_kernel(
+    blocked_ptr,  # (G, row_tiles * col_tiles * 512) uint8
+    scale_ptr,  # (G, R, C) uint8
+    R,
+    cols,  # C, in units
+    stride_expert,  # in units
+    stride_row,  # in units
+    stride_col,
+    row_tiles,
+    col_tiles,
+    CB: tl.constexpr,
+    UNIT: tl.constexpr,
+    INVERSE: tl.constexpr,  # blocked -> logical
+):
+    # 1. Which expert, row tile and chunk of columns is mine?
+    chunks = tl.cdiv(col_tiles, CB)
+    tile_row = tl.program_id(0) // chunks  # counted over all experts
+    word = tl.program_id(0) % chunks * CB
+    expert = tile_row // row_tiles
+    row = tile_row % row_tiles * 128
+
+    # 2. Coordinates.
+    start = expert.to(tl.int64) * stride_expert + row.to(tl.int64) * stride_row
+    scale_ptr = skip_words(scale_ptr + start * UNIT, word, stride_col, UNIT)
+    left = units_left(cols, word, UNIT)
+    tile = tile_row.to(tl.int64) * col_tiles + word
+
+    # 3. Load: outside the matrix is padding, and padding is zero. 4. Store.
+    if INVERSE:
+        block = load_tiles(blocked_ptr, tile, 0, col_tiles - word, CB)
+        store_matrix(scale_ptr, block, R - row, stride_row, stride_col, left, CB, UNIT)
+    else:
+        block = load_matrix(scale_ptr, R - row, stride_row, stride_col, left, CB, UNIT)
+        store_tiles(blocked_ptr, tile, block, 0, col_tiles - word, CB)
+
+
+def to_blocked_experts(scale: Tensor) -> Tensor:
+    """Launch. Arguments are already checked by ``mxmoe.ops``; see there for the contract."""
+    out = torch.empty(shapes.blocked_experts(*scale.shape), dtype=torch.uint8, device=scale.device)
+    _launch(out, scale, inverse=False)
+    return out
+
+
+def from_blocked_experts(blocked: Tensor, rows: int, cols: int) -> Tensor:
+    """Launch the inverse."""
+    scale = torch.empty((blocked.shape[0], rows, cols), dtype=torch.uint8, device=blocked.device)
+    _launch(blocked.contiguous(), scale, inverse=True)
+    return scale
+
+
+def to_blocked(scale: Tensor) -> Tensor:
+    """Launch: one matrix."""
+    out = torch.empty(shapes.blocked(*scale.shape), dtype=torch.uint8, device=scale.device)
+    _launch(out, scale[None], inverse=False)
+    return out
+
+
+def from_blocked(blocked: Tensor, rows: int, cols: int) -> Tensor:
+    """Launch the inverse: one matrix."""
+    scale = torch.empty((rows, cols), dtype=torch.uint8, device=blocked.device)
+    _launch(blocked.contiguous(), scale[None], inverse=True)
+    return scale
+
+
+def _launch(blocked: Tensor, scale: Tensor, inverse: bool) -> None:
+    experts, rows, cols = scale.shape
+    row_tiles, col_tiles = shapes.cdiv(rows, 128), shapes.cdiv(cols, 4)
+    if experts * row_tiles * col_tiles:
+        unit = unit_bytes(scale, cols)
+        cb, warps = CONFIG
+        strides = (scale.stride(0) // unit, scale.stride(1) // unit, scale.stride(2))
+        blocked_experts_kernel[(experts * row_tiles * -(-col_tiles // cb),)](
+            blocked, scale, rows, cols // unit, *strides, row_tiles, col_tiles,
+            CB=cb, UNIT=unit, INVERSE=inverse, num_warps=warps,
+        )  # fmt: skip
