@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from . import autograd as _autograd  # noqa: F401  (registers the gradients)
 from .checks import debug_offs
 from .observe import observe
+from .ops.bf16_grouped_mm import bf16_grouped_mm
 from .ops.blocked import (
     from_blocked,
     from_blocked_experts,
@@ -44,6 +45,7 @@ __all__ = [
     "MXRecipe",
     "MXTensor",
     "backends",
+    "bf16_grouped_mm",
     "convert",
     "debug_offs",
     "dequantize",

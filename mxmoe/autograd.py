@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .ops import grouped_mm as _ops  # noqa: F401  (defines the ops)
+from .ops import bf16_grouped_mm as _bf16_ops  # noqa: F401  (defines the ops)
+from .ops import grouped_mm as _ops  # noqa: F401
 from .recipe import MXRecipe
 
 
@@ -72,3 +73,47 @@ def _k_groups_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_autograd("mxmoe::grouped_mm_k_groups", _k_groups_backward, setup_context=_k_groups_setup)
+
+
+# --- bf16 ------------------------------------------------------------------------------------------------------------
+def _bf16_m_groups_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, offs, bias, _ = inputs
+    ctx.need_a, need_b = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if need_b else None, b, offs)
+    ctx.bias_dtype = bias.dtype if bias is not None and ctx.needs_input_grad[3] else None
+
+
+def _bf16_m_groups_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, b, offs = ctx.saved_tensors
+    da, db, dbias = torch.ops.mxmoe.bf16_mm_m_groups_backward(grad, a, b, offs, ctx.need_a, ctx.bias_dtype)
+    return (
+        da if ctx.need_a else None,
+        db if a is not None else None,
+        None,
+        dbias if ctx.bias_dtype is not None else None,
+        None,
+    )
+
+
+torch.library.register_autograd("mxmoe::bf16_mm_m_groups", _bf16_m_groups_backward, setup_context=_bf16_m_groups_setup)
+
+
+def _bf16_k_groups_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, offs, _ = inputs
+    need_a, need_b = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if need_b else None, b if need_a else None, offs)
+
+
+def _bf16_k_groups_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, b, offs = ctx.saved_tensors
+    grad = grad.to(torch.bfloat16)  # the weights of two GEMMs with M groups
+    mm = torch.ops.mxmoe.bf16_mm_m_groups
+    return (
+        None if b is None else mm(b, grad, offs, None, torch.bfloat16),
+        None if a is None else mm(a, grad.mT, offs, None, torch.bfloat16),
+        None,
+        None,
+    )
+
+
+torch.library.register_autograd("mxmoe::bf16_mm_k_groups", _bf16_k_groups_backward, setup_context=_bf16_k_groups_setup)
