@@ -23,8 +23,8 @@ from mxmoe import shapes
 
 from ._tile_words import load_matrix, load_tiles, skip_words, store_matrix, store_tiles, unit_bytes, units_left
 
-# (CB, num_warps); num_warps <= CB/4 keeps the transpose in registers, see _tile_words.
-CONFIG = (16, 4)
+# (CB, num_warps, maxnreg); num_warps <= CB/4 keeps the transpose in registers, see _tile_words.
+CONFIG = (16, 4, None)
 
 
 @triton.jit(
@@ -99,9 +99,9 @@ def _launch(blocked: Tensor, scale: Tensor, inverse: bool) -> None:
     row_tiles, col_tiles = shapes.cdiv(rows, 128), shapes.cdiv(cols, 4)
     if experts * row_tiles * col_tiles:
         unit = unit_bytes(scale, cols)
-        cb, warps = CONFIG
+        cb, warps, maxnreg = CONFIG
         strides = (scale.stride(0) // unit, scale.stride(1) // unit, scale.stride(2))
         blocked_experts_kernel[(experts * row_tiles * -(-col_tiles // cb),)](
             blocked, scale, rows, cols // unit, *strides, row_tiles, col_tiles,
-            CB=cb, UNIT=unit, INVERSE=inverse, num_warps=warps,
+            CB=cb, UNIT=unit, INVERSE=inverse, num_warps=warps, maxnreg=maxnreg,
         )  # fmt: skip

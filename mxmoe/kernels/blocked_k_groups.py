@@ -35,10 +35,10 @@ from ._groups import group_bounds
 from ._tile_words import load_pieces, load_tiles, load_vectors, load_words, store_pieces, store_tiles, unit_bytes
 from ._tiles import exclusive_sum
 
-# (CB, num_warps); num_warps <= CB/4 keeps the transpose in registers, see _tile_words.
-PARALLEL = (16, 4)
-NAIVE = (32, 8)
-INVERSE = (16, 4)
+# (CB, num_warps, maxnreg); num_warps <= CB/4 keeps the transpose in registers, see _tile_words.
+PARALLEL = (16, 4, None)
+NAIVE = (32, 8, None)
+INVERSE = (16, 4, None)
 
 
 @triton.jit
@@ -214,11 +214,11 @@ def to_blocked_k_groups(scale: Tensor, offs: Tensor, method: str) -> Tensor:
         unit = unit_bytes(scale, cols)
         unit = unit if unit >= 4 else 1  # the groups need not begin at multiples of 2
         parallel = method == "parallel"
-        cb, warps = PARALLEL if parallel else NAIVE
+        cb, warps, maxnreg = PARALLEL if parallel else NAIVE
         stride_row, stride_col = scale.stride()
         to_blocked_k_groups_kernel[(row_tiles * (-(-total // cb) if parallel else groups + 1),)](
             out, scale, offs, rows, cols // unit, groups, stride_row // unit, stride_col, row_tiles, total,
-            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit, PARALLEL=parallel, num_warps=warps,
+            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit, PARALLEL=parallel, num_warps=warps, maxnreg=maxnreg,
         )  # fmt: skip
     return out
 
@@ -230,9 +230,9 @@ def from_blocked_k_groups(blocked: Tensor, offs: Tensor, rows: int, cols: int) -
     if rows * cols:
         row_tiles = shapes.cdiv(rows, 128)
         total = shapes.blocked_k_groups(rows, cols, groups + 1)[1] // 4
-        cb, warps = INVERSE
+        cb, warps, maxnreg = INVERSE
         from_blocked_k_groups_kernel[(row_tiles * -(-total // cb),)](
             scale, blocked.contiguous(), offs, rows, cols, groups, row_tiles, total,
-            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit_bytes(scale, cols), num_warps=warps,
+            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit_bytes(scale, cols), num_warps=warps, maxnreg=maxnreg,
         )  # fmt: skip
     return scale

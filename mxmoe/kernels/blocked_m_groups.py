@@ -29,10 +29,10 @@ from ._groups import group_bounds
 from ._tile_words import load_matrix, load_tiles, skip_words, store_matrix, store_tiles, unit_bytes, units_left
 from ._tiles import exclusive_sum
 
-# (CB, num_warps); num_warps <= CB/4 keeps the transpose in registers, see _tile_words.
-PARALLEL = (16, 4)
-NAIVE = (16, 4)
-INVERSE = (16, 4)
+# (CB, num_warps, maxnreg); num_warps <= CB/4 keeps the transpose in registers, see _tile_words.
+PARALLEL = (16, 4, None)
+NAIVE = (16, 4, None)
+INVERSE = (16, 4, None)
 
 
 @triton.jit
@@ -133,11 +133,11 @@ def to_blocked_m_groups(scale: Tensor, offs: Tensor, method: str) -> Tensor:
     if row_tiles * col_tiles:
         unit = unit_bytes(scale, cols)
         parallel = method == "parallel"
-        cb, warps = PARALLEL if parallel else NAIVE
+        cb, warps, maxnreg = PARALLEL if parallel else NAIVE
         stride_row, stride_col = scale.stride()
         to_blocked_m_groups_kernel[((row_tiles if parallel else groups + 1) * -(-col_tiles // cb),)](
             out, scale, offs, m, cols // unit, groups, stride_row // unit, stride_col, row_tiles, col_tiles,
-            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit, PARALLEL=parallel, num_warps=warps,
+            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit, PARALLEL=parallel, num_warps=warps, maxnreg=maxnreg,
         )  # fmt: skip
     return out
 
@@ -151,9 +151,9 @@ def from_blocked_m_groups(blocked: Tensor, offs: Tensor, rows: int, cols: int) -
         row_tiles = shapes.blocked_m_groups(rows, cols, groups + 1)[0] // 128
         col_tiles = shapes.cdiv(cols, 4)
         unit = unit_bytes(scale, cols)
-        cb, warps = INVERSE
+        cb, warps, maxnreg = INVERSE
         from_blocked_m_groups_kernel[(row_tiles * -(-col_tiles // cb),)](
             scale, blocked.contiguous(), offs, rows, cols // unit, groups, col_tiles,
-            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit, num_warps=warps,
+            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit, num_warps=warps, maxnreg=maxnreg,
         )  # fmt: skip
     return scale
