@@ -218,7 +218,8 @@ def to_blocked_k_groups(scale: Tensor, offs: Tensor, method: str) -> Tensor:
         stride_row, stride_col = scale.stride()
         to_blocked_k_groups_kernel[(row_tiles * (-(-total // cb) if parallel else groups + 1),)](
             out, scale, offs, rows, cols // unit, groups, stride_row // unit, stride_col, row_tiles, total,
-            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit, PARALLEL=parallel, num_warps=warps, maxnreg=maxnreg,
+            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit, PARALLEL=parallel,
+            num_warps=warps, maxnreg=maxnreg,
         )  # fmt: skip
     return out
 
@@ -233,6 +234,7 @@ def from_blocked_k_groups(blocked: Tensor, offs: Tensor, rows: int, cols: int) -
         cb, warps, maxnreg = INVERSE
         from_blocked_k_groups_kernel[(row_tiles * -(-total // cb),)](
             scale, blocked.contiguous(), offs, rows, cols, groups, row_tiles, total,
-            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit_bytes(scale, cols), num_warps=warps, maxnreg=maxnreg,
+            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit_bytes(scale, cols),
+            num_warps=warps, maxnreg=maxnreg,
         )  # fmt: skip
     return scale

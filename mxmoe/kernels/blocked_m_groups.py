@@ -137,7 +137,8 @@ def to_blocked_m_groups(scale: Tensor, offs: Tensor, method: str) -> Tensor:
         stride_row, stride_col = scale.stride()
         to_blocked_m_groups_kernel[((row_tiles if parallel else groups + 1) * -(-col_tiles // cb),)](
             out, scale, offs, m, cols // unit, groups, stride_row // unit, stride_col, row_tiles, col_tiles,
-            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit, PARALLEL=parallel, num_warps=warps, maxnreg=maxnreg,
+            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit, PARALLEL=parallel,
+            num_warps=warps, maxnreg=maxnreg,
         )  # fmt: skip
     return out
 
