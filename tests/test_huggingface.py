@@ -57,19 +57,27 @@ def test_parity_with_eager_to_rounding(family, high_precision):
         )
 
 
-# Measured on the CPU, all families: logits 23.7 dB or more, gradients of experts 19.0 or more, of routers 14.7 or more.
+# Module by module: in a whole model a rounding can flip a router's choice, which is not an error of the experts.
+# Measured on the CPU: 23.1 dB or more for results and gradients, except 21.9 for one family's routing weights.
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mxfp8_within_budget_of_eager(family):
     model = tiny(family).to(DEVICE).eval()
-    ids = token_ids()
-    logits, grads = run(model, ids)
+    experts = model.get_submodule(FAMILIES[family][3][0])
+    hidden = experts.down_proj.shape[2 if experts.is_transposed else 1]
+    x = torch.randn(64, hidden, device=DEVICE, requires_grad=True)
+    weights = torch.rand(64, 2, device=DEVICE, requires_grad=True)
+    ids = torch.rand(64, experts.num_experts, device=DEVICE).topk(2).indices
+    grad = torch.randn(64, hidden, device=DEVICE)
+
+    def step():
+        out = experts(x, ids, weights)
+        return [out, *torch.autograd.grad(out, [x, weights, *experts.parameters()], grad)]
+
+    names = ["out", "x", "weights", *(name for name, _ in experts.named_parameters())]
+    expected = step()
     mxmoe.convert(model)
-    got_logits, got_grads = run(model, ids)
-    assert got_grads.keys() == grads.keys()
-    assert sqnr(got_logits, logits) > 18
-    for name in grads:
-        if "experts" in name:
-            assert sqnr(got_grads[name], grads[name]) > 12, name
+    for name, got, want in zip(names, step(), expected, strict=True):
+        assert sqnr(got, want) > 20, name
 
 
 def test_mxfp8_really_runs():

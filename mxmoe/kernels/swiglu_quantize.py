@@ -1,0 +1,288 @@
+"""SwiGLU and its backward, rounded to MXFP8 in the same pass: ``weight * silu(gate) * up``, one routing weight per row.
+
+    forward                                       backward, 32 rows of a group at a time
+      gate_up (M, 2I)         out (M, I)            gate_up (M, 2I), grad (M, I)
+      gate      up             BLOCK_I              -> gradient of gate_up, rounded along the row   (M, 2I) for dgrad
+     +----+    +----+         +-------+             -> the same, rounded along the 32 rows           (M, 2I) for wgrad
+     |    |    |    |  ---->  | round |             -> weight * silu(gate) * up, along the 32 rows   (M, I)  for wgrad
+     +----+    +----+         +-------+             -> gradient of the weight of every row
+
+The routing weight is applied here, before the down projection, instead of to its result: the same sum, but backward
+then needs neither the result (M, H) nor its gradient per row, and combine is a plain sum.
+
+Grid     forward: (row tiles * column tiles); backward: one program per unit of 32 rows walks the columns, so the
+         gradient of a row's weight is summed in one place, in a fixed order.
+Writes   every element of every result once; rows at or beyond offs[-1] are zeros.
+Traffic  forward: 4 bytes read, 2 written per element of out. backward, all of it: 6 read, 10 written per element.
+Index    int64 for rows.
+Source   ``mxmoe/reference/moe.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..shapes import cdiv
+from ._groups import last_end
+from ._moe import round_last, round_rows, rounding, unit_count, unit_rows
+from ._offline import Case
+
+FORWARD_TILE = (8, 256, 4)  # (BLOCK_M, BLOCK_I, num_warps)
+BACKWARD_TILE = (64, 4)  # (BLOCK_I, num_warps)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit(do_not_specialize=["M", "G"])
+def _swiglu_rows_kernel(
+    out_ptr,  # (M, I), contiguous
+    gate_up_ptr,  # (M, 2I), last stride 1
+    weights_ptr,  # (T, k) as slots
+    order_ptr,  # (M,) int32
+    offs_ptr,  # (G,) int32
+    M,
+    I,  # noqa: E741
+    G,
+    stride_gm,
+    G_POW2: tl.constexpr,
+    ROUND: tl.constexpr,
+    E5M2: tl.constexpr,
+    THRESH: tl.constexpr,
+    HW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    # 1. Which rows and columns are mine?
+    col_tiles = tl.cdiv(I, BLOCK_I)
+    rows = (tl.program_id(0) // col_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = ((tl.program_id(0) % col_tiles) * BLOCK_I + tl.arange(0, BLOCK_I))[None, :]
+    live = rows < last_end(offs_ptr, G, M, G_POW2)
+    inside = live[:, None] & (cols < I)
+
+    # 2. Load. Rows without an expert and columns beyond I are zeros.
+    row = rows.to(tl.int64)[:, None]
+    gate = tl.load(gate_up_ptr + row * stride_gm + cols, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * stride_gm + I + cols, mask=inside, other=0.0).to(tl.float32)
+    slot = tl.load(order_ptr + rows, mask=live, other=0)
+    weight = tl.load(weights_ptr + slot, mask=live, other=0.0).to(tl.float32)
+
+    # 3. One rounding, store.
+    h = gate * _sigmoid(gate) * up * weight[:, None]
+    if ROUND:
+        h = round_last(h, E5M2, THRESH, HW)
+    tl.store(out_ptr + row * I + cols, h.to(out_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (cols < I))
+
+
+@triton.jit(do_not_specialize=["M", "G"])
+def _swiglu_backward_kernel(
+    row_ptr,  # (M, 2I): gradient of gate_up, rounded along the row
+    col_ptr,  # (M, 2I): the same, rounded along the rows of each group
+    hidden_ptr,  # (M, I): weight * silu(gate) * up, rounded along the rows of each group
+    d_weights_ptr,  # (T, k) as slots, fp32
+    gate_up_ptr,  # (M, 2I), last stride 1
+    grad_ptr,  # (M, I), last stride 1
+    weights_ptr,  # (T, k) as slots
+    order_ptr,  # (M,) int32
+    offs_ptr,  # (G,) int32
+    M,
+    I,  # noqa: E741
+    G,
+    stride_gm,
+    stride_dm,
+    G_POW2: tl.constexpr,
+    WANT_ROW: tl.constexpr,
+    WANT_COL: tl.constexpr,
+    WANT_HIDDEN: tl.constexpr,
+    WANT_WEIGHTS: tl.constexpr,
+    ROUND_ROW: tl.constexpr,
+    ROUND_COL: tl.constexpr,
+    ROUND_HIDDEN: tl.constexpr,
+    GRAD_E5M2: tl.constexpr,
+    GRAD_THRESH: tl.constexpr,
+    E5M2: tl.constexpr,
+    THRESH: tl.constexpr,
+    HW: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+):
+    # 1. Which 32 rows of which group? Behind the last group: rows without an expert.
+    rows, live, keep = unit_rows(tl.program_id(0), offs_ptr, M, G, G_POW2)
+    slot = tl.load(order_ptr + rows, mask=keep, other=0)
+    weight = tl.load(weights_ptr + slot, mask=live, other=0.0).to(tl.float32)[:, None]
+
+    # 2. Coordinates.
+    row = rows.to(tl.int64)[:, None]
+    gate_row = gate_up_ptr + row * stride_gm
+    grad_row = grad_ptr + row * stride_dm
+    d_weight = tl.zeros((32,), tl.float32)
+
+    for i in range(0, I, BLOCK_I):
+        # 3. Load: what is not data is zero, and so is everything computed from it.
+        cols = (i + tl.arange(0, BLOCK_I))[None, :]
+        inside = live[:, None] & (cols < I)
+        write = keep[:, None] & (cols < I)
+        gate = tl.load(gate_row + cols, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_row + I + cols, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_row + cols, mask=inside, other=0.0).to(tl.float32)
+        sigmoid = _sigmoid(gate)
+        activated = gate * sigmoid
+        if WANT_WEIGHTS:
+            d_weight += tl.sum(grad * activated * up, 1)
+
+        # 4. Each result is rounded once and stored.
+        if WANT_HIDDEN:
+            hidden = activated * up * weight
+            if ROUND_HIDDEN:
+                hidden = round_rows(hidden, E5M2, THRESH, HW)
+            tl.store(hidden_ptr + row * I + cols, hidden.to(hidden_ptr.dtype.element_ty), mask=write)
+        if WANT_ROW or WANT_COL:
+            d = grad * weight
+            d_up = d * activated
+            d_gate = d * up * (sigmoid + activated * (1.0 - sigmoid))
+            at = row * (2 * I) + cols
+            if WANT_ROW:
+                r_gate, r_up = d_gate, d_up
+                if ROUND_ROW:
+                    r_gate = round_last(d_gate, GRAD_E5M2, GRAD_THRESH, HW)
+                    r_up = round_last(d_up, GRAD_E5M2, GRAD_THRESH, HW)
+                tl.store(row_ptr + at, r_gate.to(row_ptr.dtype.element_ty), mask=write)
+                tl.store(row_ptr + at + I, r_up.to(row_ptr.dtype.element_ty), mask=write)
+            if WANT_COL:
+                c_gate, c_up = d_gate, d_up
+                if ROUND_COL:
+                    c_gate = round_rows(d_gate, GRAD_E5M2, GRAD_THRESH, HW)
+                    c_up = round_rows(d_up, GRAD_E5M2, GRAD_THRESH, HW)
+                tl.store(col_ptr + at, c_gate.to(col_ptr.dtype.element_ty), mask=write)
+                tl.store(col_ptr + at + I, c_up.to(col_ptr.dtype.element_ty), mask=write)
+
+    if WANT_WEIGHTS:
+        tl.store(d_weights_ptr + slot, d_weight, mask=keep)
+
+
+def swiglu_rows(
+    gate_up: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    offs: Tensor,
+    elem_dtype: torch.dtype | None,
+    scale_mode: str,
+    out_dtype: torch.dtype,
+    config: tuple[int, int, int] = FORWARD_TILE,
+) -> Tensor:
+    """Launch. ``gate_up (M, 2I)``, ``weights (T, k)``, ``order (M,)``, ``offs (G,)`` -> ``(M, I)``."""
+    m, i, g = gate_up.shape[0], gate_up.shape[1] // 2, offs.shape[0]
+    out = torch.empty((m, i), dtype=out_dtype, device=gate_up.device)
+    if out.numel() == 0:
+        return out
+    block_m, block_i, warps = config
+    block_i = min(block_i, max(32, triton.next_power_of_2(i)))
+    _swiglu_rows_kernel[(cdiv(m, block_m) * cdiv(i, block_i),)](
+        out,
+        gate_up,
+        weights.contiguous(),
+        order,
+        offs,
+        m,
+        i,
+        g,
+        gate_up.stride(0),
+        G_POW2=triton.next_power_of_2(g),
+        BLOCK_M=block_m,
+        BLOCK_I=block_i,
+        num_warps=warps,
+        **rounding(elem_dtype, scale_mode, gate_up.device),
+    )
+    return out
+
+
+def swiglu_backward(
+    gate_up: Tensor,
+    grad: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    offs: Tensor,
+    row_dtype: torch.dtype | None,
+    col_dtype: torch.dtype | None,
+    hidden_dtype: torch.dtype | None,
+    scale_mode: str,
+    out_dtype: torch.dtype,
+    want: tuple[bool, bool, bool, bool],
+    config: tuple[int, int] = BACKWARD_TILE,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Launch. Results as in the reference; None where ``want`` says no. A gradient that is rounded in neither direction
+    is written once and returned twice."""
+    m, i, g = gate_up.shape[0], gate_up.shape[1] // 2, offs.shape[0]
+    device = gate_up.device
+    want_row, want_col, want_hidden, want_weights = want
+    shared = want_row and want_col and row_dtype is None and col_dtype is None
+
+    def result(wanted: bool, *shape: int) -> Tensor | None:
+        return torch.empty(shape, dtype=out_dtype, device=device) if wanted else None
+
+    row = result(want_row, m, 2 * i)
+    col = result(want_col and not shared, m, 2 * i)
+    hidden = result(want_hidden, m, i)
+    d_weights = torch.empty(weights.shape, dtype=torch.float32, device=device) if want_weights else None
+    if m * i:
+        grads = rounding(row_dtype or col_dtype, scale_mode, device)
+        hiddens = rounding(hidden_dtype, scale_mode, device)
+        block_i, warps = config
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        _swiglu_backward_kernel[(unit_count(m, g),)](
+            row,
+            col,
+            hidden,
+            d_weights,
+            gate_up,
+            grad,
+            weights.contiguous(),
+            order,
+            offs,
+            m,
+            i,
+            g,
+            gate_up.stride(0),
+            grad.stride(0),
+            G_POW2=triton.next_power_of_2(g),
+            WANT_ROW=want_row,
+            WANT_COL=want_col and not shared,
+            WANT_HIDDEN=want_hidden,
+            WANT_WEIGHTS=want_weights,
+            ROUND_ROW=row_dtype is not None,
+            ROUND_COL=col_dtype is not None,
+            ROUND_HIDDEN=hidden_dtype is not None,
+            GRAD_E5M2=grads["E5M2"],
+            GRAD_THRESH=grads["THRESH"],
+            E5M2=hiddens["E5M2"],
+            THRESH=hiddens["THRESH"],
+            HW=hiddens["HW"],
+            BLOCK_I=min(block_i, max(32, triton.next_power_of_2(i))),
+            num_warps=warps,
+        )
+    elif d_weights is not None:
+        d_weights.zero_()
+    return row, row if shared else col, hidden, d_weights
+
+
+def _case(backward: bool, rounded: bool = True) -> object:
+    gate_up = torch.zeros(512, 1536, dtype=torch.bfloat16)
+    weights, order = torch.zeros(64, 8, dtype=torch.bfloat16), torch.zeros(512, dtype=torch.int32)
+    offs, elem = torch.zeros(128, dtype=torch.int32), torch.float8_e4m3fn if rounded else None
+    if not backward:
+        return swiglu_rows(gate_up, weights, order, offs, elem, "rceil", torch.bfloat16)
+    all_of_it, grad = (True, True, True, True), gate_up[:, :768].contiguous()
+    return swiglu_backward(
+        gate_up, grad, weights, order, offs, elem, elem, elem, "rceil", torch.bfloat16, all_of_it
+    )
+
+
+OFFLINE = [
+    Case("forward", lambda: _case(False)),
+    Case("backward", lambda: _case(True)),
+    Case("backward, not rounded", lambda: _case(True, False)),
+]

@@ -1,0 +1,218 @@
+"""The layer kernels against their reference: routing, gather, SwiGLU and its backward, combine."""
+
+import itertools
+
+import pytest
+import torch
+from cases import DEVICE, E4M3, E5M2, MODES, assert_bitwise, poisoned, scaled_randn
+
+from mxmoe.kernels import combine as combine_kernels
+from mxmoe.kernels import gather_quantize, route, swiglu_quantize
+from mxmoe.reference import moe as reference
+
+BF16 = torch.bfloat16
+
+# name -> (tokens, choices, experts, share of slots on another rank)
+ROUTINGS = {
+    "one_expert": (40, 1, 1, 0.0),
+    "few": (33, 2, 6, 0.0),
+    "empty_experts": (7, 2, 17, 0.0),
+    "elsewhere": (50, 3, 7, 0.4),
+    "all_elsewhere": (9, 2, 4, 1.0),
+    "one_token": (1, 4, 8, 0.0),
+    "no_tokens": (0, 2, 5, 0.0),
+    "many": (45, 3, 20, 0.1),
+}
+
+
+def routing(name, device=DEVICE):
+    """Expert ids of one case; skewed, so that one expert gets most rows."""
+    tokens, k, experts, elsewhere = ROUTINGS[name]
+    gen = torch.Generator().manual_seed(3)
+    scores = torch.rand(tokens, experts, generator=gen) + torch.linspace(1, 0, experts) * 0.7
+    ids = scores.topk(min(k, experts), dim=-1).indices
+    ids = torch.where(torch.rand(ids.shape, generator=gen) < elsewhere, experts, ids)
+    return ids.to(device), experts
+
+
+def routed(name):
+    ids, experts = routing(name)
+    return (*reference.route(ids, experts), experts)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_route(name, dtype):
+    ids, experts = routing(name)
+    with poisoned():
+        got = route.route(ids.to(dtype), experts)
+    for what, a, b in zip(("offs", "order", "position"), got, reference.route(ids, experts), strict=True):
+        assert_bitwise(a, b, what)
+
+
+def test_route_does_not_trust_ids():
+    """Any id outside [0, E) belongs to no expert, also one that int32 cannot hold."""
+    ids = torch.tensor([[0, -1], [2**40, 1], [3, -(2**40)], [2, 1]], device=DEVICE)
+    offs, order, position = route.route(ids, 3)
+    assert offs.tolist() == [1, 3, 4]
+    assert order.tolist() == [0, 3, 7, 6, 1, 2, 4, 5]
+    assert position.view(-1)[order.long()].tolist() == list(range(8))
+
+
+def test_route_many_experts():
+    ids = torch.randint(0, 384, (70, 8), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    for a, b in zip(route.route(ids, 384), reference.route(ids, 384), strict=True):
+        assert_bitwise(a, b)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("hidden", [32, 40])
+def test_gather_rows(name, hidden):
+    offs, _, position, _ = routed(name)
+    x = scaled_randn(position.shape[0], hidden)
+    weights = torch.rand(position.shape, device=DEVICE)
+    for elem, w in ((E4M3, None), (None, None), (None, weights)):
+        with poisoned():
+            got = gather_quantize.gather_rows(x, position, offs, w, elem, "rceil", BF16)
+        assert_bitwise(got, reference.gather_rows(x, position, offs, w, elem, "rceil", BF16))
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("hidden", [32, 40])
+def test_gather_cols(name, hidden):
+    offs, order, position, _ = routed(name)
+    x = scaled_randn(position.shape[0], hidden)
+    for elem in (E4M3, None):
+        with poisoned():
+            got = gather_quantize.gather_cols(x, order, position.shape[1], offs, elem, "rceil", BF16)
+        expected = reference.gather_cols(x, order, position.shape[1], offs, elem, "rceil", BF16)
+        assert_bitwise(got, expected)
+
+
+@pytest.mark.parametrize("mode, elem", list(itertools.product(MODES, [E4M3, E5M2])))
+def test_gather_modes_dtypes_and_strides(mode, elem):
+    offs, order, position, _ = routed("one_expert")
+    for dtype in (torch.float32, torch.float16, BF16):
+        x = scaled_randn(40, 80, dtype=torch.float32).clamp(-6e4, 6e4).to(dtype)[:, 8:72]
+        got = gather_quantize.gather_rows(x, position, offs, None, elem, mode, torch.float32)
+        assert_bitwise(got, reference.gather_rows(x, position, offs, None, elem, mode, torch.float32))
+        got = gather_quantize.gather_cols(x.t().contiguous().t(), order, 1, offs, elem, mode, torch.float32)
+        assert_bitwise(got, reference.gather_cols(x, order, 1, offs, elem, mode, torch.float32))
+
+
+def test_nan_stays_in_its_block():
+    offs, order, position, _ = routed("few")
+    x = scaled_randn(33, 64)
+    clean = gather_quantize.gather_rows(x, position, offs, None, E4M3, "rceil", BF16)
+    bad = x.clone()
+    bad[5, 40] = float("nan")
+    got = gather_quantize.gather_rows(bad, position, offs, None, E4M3, "rceil", BF16)
+    hit = torch.zeros_like(got, dtype=torch.bool)
+    hit[position[5].long(), 32:] = True
+    assert got[hit].isnan().all()
+    assert_bitwise(got[~hit], clean[~hit])
+    cols = gather_quantize.gather_cols(bad, order, 2, offs, E4M3, "rceil", BF16)
+    assert_bitwise(cols, reference.gather_cols(bad, order, 2, offs, E4M3, "rceil", BF16))
+
+
+def activations(name, intermediate, dtype=BF16):
+    offs, order, position, _ = routed(name)
+    m = order.shape[0]
+    gate_up = torch.randn(m, 2 * intermediate, device=DEVICE).to(dtype)
+    grad = scaled_randn(m, intermediate, dtype=torch.float32).to(dtype) / 64
+    weights = torch.rand(position.shape, device=DEVICE)
+    gate_up[int(offs[-1]) :] = float("nan")  # rows without an expert: whatever they hold, nothing of it arrives
+    grad[int(offs[-1]) :] = float("nan")
+    return gate_up, grad, weights, order, offs
+
+
+def assert_rounded(got, expected, what):
+    """Same values but for exp: an fp32 ulp may move a value by one step of its element type, in few places."""
+    assert got.shape == expected.shape
+    assert got.dtype == expected.dtype
+    a, b = got.double(), expected.double()
+    differ = a != b
+    assert differ.float().mean() < 2e-3 if differ.numel() > 2000 else differ.sum() <= 4, what
+    assert ((a - b).abs() <= b.abs() * 2.0**-2 + 1e-30).all(), what
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_swiglu_rows(name):
+    gate_up, _, weights, order, offs = activations(name, 64)
+    for elem in (E4M3, None):
+        with poisoned():
+            got = swiglu_quantize.swiglu_rows(gate_up, weights, order, offs, elem, "rceil", BF16)
+        assert_rounded(got, reference.swiglu_rows(gate_up, weights, order, offs, elem, "rceil", BF16), f"{elem}")
+        assert (got[int(offs[-1]) :] == 0).all()
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("dtypes", [(E5M2, E5M2, E4M3), (E4M3, None, None), (None, None, None)])
+def test_swiglu_backward(name, dtypes):
+    gate_up, grad, weights, order, offs = activations(name, 64)
+    args = (gate_up, grad, weights, order, offs, *dtypes, "rceil", BF16, (True, True, True, True))
+    with poisoned():
+        got = swiglu_quantize.swiglu_backward(*args)
+    names = ("row", "col", "hidden")
+    expected = reference.swiglu_backward(*args)
+    for what, a, b in zip(names, got[:3], expected[:3], strict=True):
+        assert_rounded(a, b, what)
+        assert (a[int(offs[-1]) :] == 0).all()
+    torch.testing.assert_close(got[3], expected[3], rtol=1e-5, atol=1e-6)
+
+
+def test_swiglu_backward_gives_what_is_wanted():
+    gate_up, grad, weights, order, offs = activations("few", 32)
+    full = swiglu_quantize.swiglu_backward(
+        gate_up, grad, weights, order, offs, E4M3, E4M3, E4M3, "rceil", BF16, (True,) * 4
+    )
+    for want in ((True, False, False, False), (False, True, True, False), (False, False, False, True), (False,) * 4):
+        got = swiglu_quantize.swiglu_backward(
+            gate_up, grad, weights, order, offs, E4M3, E4M3, E4M3, "rceil", BF16, want
+        )
+        for wanted, a, b in zip(want, got, full, strict=True):
+            assert (a is not None) == wanted
+            if wanted:
+                assert_bitwise(a, b)
+
+
+def test_reference_swiglu_is_the_gradient_of_itself():
+    gate_up, grad, weights, order, offs = activations("elsewhere", 32, torch.float32)
+    end = int(offs[-1])
+    gate_up = gate_up.nan_to_num().requires_grad_()
+    weights = weights.clone().requires_grad_()
+    out = reference.swiglu_rows(gate_up, weights, order, offs, None, "rceil", torch.float32)
+    d_gate_up, d_weights = torch.autograd.grad(out[:end], (gate_up, weights), grad[:end])
+    with torch.no_grad():
+        row, col, hidden, d_w = reference.swiglu_backward(
+            gate_up, grad, weights, order, offs, None, None, None, "rceil", torch.float32, (True,) * 4
+        )
+    torch.testing.assert_close(row, d_gate_up)
+    torch.testing.assert_close(col, d_gate_up)
+    torch.testing.assert_close(hidden[:end], out[:end].detach())
+    torch.testing.assert_close(d_w, d_weights)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("hidden", [32, 40])
+def test_combine(name, hidden):
+    offs, _, position, _ = routed(name)
+    rows = scaled_randn(position.numel(), hidden)
+    rows[int(offs[-1]) :] = float("nan")
+    for weights in (None, torch.rand(position.shape, device=DEVICE)):
+        with poisoned():
+            got = combine_kernels.combine(rows, position, offs, weights, torch.float32)
+        expected = reference.combine(rows, position, offs, weights, torch.float32)
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)  # fma or not
+        assert_bitwise(got, combine_kernels.combine(rows, position, offs, weights, torch.float32))
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_combine_weights_grad(name):
+    offs, _, position, _ = routed(name)
+    rows, grad = torch.randn(position.numel(), 96, device=DEVICE), torch.randn(position.shape[0], 96, device=DEVICE)
+    rows[int(offs[-1]) :] = float("nan")
+    with poisoned():
+        got = combine_kernels.combine_weights_grad(grad, rows, position, offs)
+    expected = reference.combine_weights_grad(grad, rows, position, offs)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
