@@ -2,12 +2,12 @@
 
 ``EMAX`` and ``THRESH`` come from :class:`mxmoe.formats.ElemFormat`: one rule serves every scale mode.
 
-The largest magnitude of a block is taken on the integer bits of |x|: their order is the order of the magnitudes, with Inf
-and NaN on top, so nothing is lost where ``tl.max`` on floats drops NaN. A block with byte 255 gets a NaN as factor, which
-turns its 32 elements into NaN without a select per element.
+The largest magnitude of a block is taken on the integer bits of |x|: their order is the order of the magnitudes, with
+Inf and NaN on top, so nothing is lost where ``tl.max`` on floats drops NaN. A block with byte 255 gets a NaN as factor,
+which turns its 32 elements into NaN without a select per element.
 
-``HW``: convert with the instruction of sm_90+ (``cvt.rn.satfinite``). Elsewhere (sm_80 has none, sm_89 rounds twice, the
-interpreter) an integer rule gives the same bytes.
+``HW``: convert with the instruction of sm_90+ (``cvt.rn.satfinite``). Elsewhere (sm_80 has none, sm_89 rounds twice)
+and in the interpreter an integer rule gives the same bytes.
 
 Source: ``docs/numerics.md``.
 """
@@ -146,8 +146,8 @@ def elem_value(q, E5M2: tl.constexpr, HW: tl.constexpr):
         return (bits | ((b & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
-# How a tile (A, B, C) is cut into blocks of 32: along its last dim, or along its middle dim (B = 32). All return element
-# bytes of the tile's shape and one scale byte (int32) per block.
+# How a tile is cut into blocks of 32: along its last dim, along its middle dim of 32, or both. All return element bytes
+# in the shape of the tile and one scale byte (int32) per block.
 @triton.jit
 def quantize_last(x, E5M2: tl.constexpr, THRESH: tl.constexpr, HW: tl.constexpr):
     """``(A, B)`` -> uint8 ``(A, B)``, int32 ``(A, B/32)``."""

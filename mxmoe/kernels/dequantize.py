@@ -25,9 +25,10 @@ from torch import Tensor
 
 from .. import shapes
 from ..formats import BLOCK
-from ._blocks import block_rows
+from ._blocks import aligned, block_rows
 from ._e8m0 import elem_value, hardware_cast, scale_value
 from .fake_quantize import row_major_output
+from .quantize_colwise import row_units
 
 # (BLOCK_M, BLOCK_K, num_warps)
 TILE_ROWWISE = (8, 512, 4)
@@ -108,6 +109,7 @@ def _dequantize_blocks_kernel(
     E5M2: tl.constexpr,
     HW: tl.constexpr,
     EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
+    ALIGNED: tl.constexpr,  # MP is a multiple of 16
     NB: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -120,14 +122,15 @@ def _dequantize_blocks_kernel(
     first_col = pid % col_tiles * BLOCK_K
 
     # 2. Coordinates: where each block of padded rows lies in qdata (dst) and in the result (src).
-    src, live_end, keep_end, dst, dst_end, _, _ = block_rows(tile, offs_ptr, M, MP, G, G_POW2, GROUPED, False, NB)
+    MP = aligned(MP, ALIGNED)
+    src, live_end, keep_end, dst, dst_end, _, _ = block_rows(tile, offs_ptr, M, MP, G, G_POW2, GROUPED, NB)
     r = tl.arange(0, 32)[None, :, None]
     rows = src[:, None, None] + r
     q_rows = dst[:, None, None] + r
     cols = (first_col + tl.arange(0, BLOCK_K))[None, None, :]
-    keep = rows < keep_end[:, None, None]
-    # Padding rows are not read; rows of no group are zero whatever qdata holds there.
-    live = (rows < live_end[:, None, None]) & (q_rows < dst_end[:, None, None])
+    keep = rows < keep_end
+    # Whole blocks are read (the bounds of a vector): padding rows are dropped at the store, rows of no group are zeros.
+    live = (src < live_end)[:, None, None] & (q_rows < dst_end[:, None, None])
     if not EVEN_K:
         keep = keep & (cols < K)
         live = live & (cols < K)
@@ -198,9 +201,8 @@ def dequantize(
             out, q, scale, m, k, **sizes, EVEN_K=k % block_k == 0, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps
         )
         return out
-    groups = source_offs.shape[0] if grouped else 1
-    blocks = shapes.padded_rows(m, groups) // BLOCK + 1 if grouped else shapes.cdiv(m, BLOCK)
-    _dequantize_blocks_kernel[(shapes.cdiv(blocks, block_m // BLOCK) * col_tiles, batch)](
+    groups = source_offs.shape[0] if grouped else None
+    _dequantize_blocks_kernel[(row_units(m, groups, block_m) * col_tiles, batch)](
         out,
         q,
         scale,
@@ -208,12 +210,13 @@ def dequantize(
         m,
         mp,
         k,
-        groups,
+        groups or 1,
         **sizes,
-        G_POW2=triton.next_power_of_2(groups),
+        G_POW2=triton.next_power_of_2(groups or 1),
         GROUPED=grouped,
         SQUARE=block == "square",
         EVEN_K=k % block_k == 0,
+        ALIGNED=mp % 16 == 0,
         NB=block_m // BLOCK,
         BLOCK_K=block_k,
         num_warps=warps,

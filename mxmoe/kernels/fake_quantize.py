@@ -1,4 +1,4 @@
-"""Quantize and dequantize in one pass: the values a GEMM sees, in bf16 (or fp16, fp32), row-major, in x's own row order.
+"""Quantize and dequantize in one pass: the values a GEMM sees, in bf16 (or fp16, fp32), row-major, in x's row order.
 
     x (M, K)                        rowwise (M, K)              colwise (M, K)
            BLOCK_K                     BLOCK_K                     BLOCK_K
@@ -27,7 +27,7 @@ from ..formats import BLOCK
 from ._blocks import block_rows
 from ._e8m0 import constants, elem_value, quantize_last, quantize_middle, quantize_tile, scale_value
 from ._groups import last_end
-from .quantize_colwise import load_blocks
+from .quantize_colwise import load_blocks, row_units
 
 # (BLOCK_M, BLOCK_K, num_warps)
 TILE_ROWWISE = (8, 512, 4)
@@ -120,10 +120,10 @@ def _fake_blocks_kernel(
     first_col = pid % col_tiles * BLOCK_K
 
     # 2. Coordinates: rows of x of each block; slack blocks take the rows of no group.
-    src, live_end, keep_end, _, _, _, _ = block_rows(tile, offs_ptr, M, M, G, G_POW2, GROUPED, False, NB)
+    src, live_end, keep_end, _, _, _, _ = block_rows(tile, offs_ptr, M, M, G, G_POW2, GROUPED, NB)
     rows = (src[:, None] + tl.arange(0, 32)[None, :])[:, :, None]
     cols = (first_col + tl.arange(0, BLOCK_K))[None, None, :]
-    keep = rows < keep_end[:, None, None]
+    keep = rows < keep_end
     if not EVEN_K:
         keep = keep & (cols < K)
     at = batch * stride_ob + rows.to(tl.int64) * stride_om + cols
@@ -224,9 +224,8 @@ def _launch_blocks(
 ) -> None:
     block_m, block_k, warps = tile
     *_, m, k = x.shape
-    groups = 0 if offs is None else offs.shape[0]
-    blocks = shapes.cdiv(m, BLOCK) if offs is None else shapes.padded_rows(m, groups) // BLOCK + 1
-    grid = (shapes.cdiv(blocks, block_m // BLOCK) * shapes.cdiv(k, block_k), x.shape[0] if x.ndim == 3 else 1)
+    groups = None if offs is None else offs.shape[0]
+    grid = (row_units(m, groups, block_m) * shapes.cdiv(k, block_k), x.shape[0] if x.ndim == 3 else 1)
     _fake_blocks_kernel[grid](
         row,
         out,

@@ -1,4 +1,4 @@
-"""Quantize along both dims with one read of x: the results of ``quantize_rowwise`` and ``quantize_colwise``, bit by bit.
+"""Quantize along both dims with one read of x: the results of ``quantize_rowwise`` and ``quantize_colwise``.
 
     x (M, K)                    q_row (M, K)             q_col.t() (K, Mp)
            BLOCK_K                  BLOCK_K                  NB * 32
@@ -7,9 +7,9 @@
          +---------+              +---------+      BLOCK_K |         |
                                                            +---------+
 
-    A tile holds whole blocks of both kinds: NB blocks of 32 rows (which restart at every group, ``_blocks.py``) and
+    A tile holds whole blocks of both kinds: NB blocks of 32 rows, one unit of one group (``_blocks.py``), and
     BLOCK_K / 32 blocks of 32 columns. Rows of no group belong to slack tiles, which write zeros there.
-    Blocked scales: a tile is one unit of 128 rows of one group, for both scales.
+    Blocked scales: the unit is 128 rows, for both scales.
 
 Grid     (row tiles * column tiles, batch), columns fastest.
 Writes   every byte of all five outputs once.
@@ -27,10 +27,10 @@ from torch import Tensor
 
 from .. import shapes
 from ..formats import BLOCK, SF_ROWS
-from ._blocks import block_rows, store_padded_ends
+from ._blocks import aligned, block_rows, store_padded_ends
 from ._e8m0 import constants, quantize_last, quantize_middle
 from ._tiles import SF_TILE, tile_byte
-from .quantize_colwise import aligned, colwise_outputs, colwise_row_tiles, colwise_units, load_blocks, store_colwise
+from .quantize_colwise import colwise_outputs, load_blocks, row_units, store_colwise
 
 # (BLOCK_M, BLOCK_K, num_warps); BLOCK_K a multiple of 128: a tile holds whole columns of blocked tiles.
 TILE = (32, 128, 4)
@@ -68,7 +68,7 @@ def _quantize_both_kernel(
     NK: tl.constexpr = BLOCK_K // 32
     pid = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    if GROUPED:
+    if GROUPED:  # noqa: SIM102
         if pid == 0:
             store_padded_ends(padded_offs_ptr, offs_ptr, M, G, G_POW2)
     K32 = (K + 31) // 32
@@ -78,8 +78,9 @@ def _quantize_both_kernel(
     first_col = pid % col_tiles * BLOCK_K
 
     # 2. Coordinates: source and destination of each of its blocks.
+    MP = aligned(MP, ALIGNED)
     src, live_end, keep_end, dst, dst_end, first_unit, units = block_rows(
-        tile, offs_ptr, M, MP, G, G_POW2, GROUPED, BLOCKED, NB
+        tile, offs_ptr, M, MP, G, G_POW2, GROUPED, NB
     )
 
     # 3. Load; what is not data is zero.
@@ -91,7 +92,7 @@ def _quantize_both_kernel(
     byte = tl.reshape(byte.to(tl.uint8), (NB, 32, NK))
     r = tl.arange(0, 32)[None, :, None]
     rows = src[:, None, None] + r
-    keep = rows < keep_end[:, None, None]
+    keep = rows < keep_end
     row = batch * M + rows
     cols = (first_col + tl.arange(0, BLOCK_K))[None, None, :]
     c = (first_col // 32 + tl.arange(0, NK))[None, None, :]
@@ -106,11 +107,10 @@ def _quantize_both_kernel(
 
     #    then the colwise half.
     q, byte = quantize_middle(x, E5M2, THRESH, HW)
-    q_stride = aligned(MP, ALIGNED)
     blocks = (MP + 31) // 32
     scale_columns = 4 * all_units if BLOCKED else blocks
     store_colwise(
-        q_col_ptr + batch * K * q_stride,
+        q_col_ptr + batch * K * MP,
         s_col_ptr + batch * padded_k * scale_columns,
         q,
         byte,
@@ -122,7 +122,7 @@ def _quantize_both_kernel(
         units,
         all_units,
         K,
-        q_stride,
+        MP,
         blocks,
         BLOCKED,
         NB,
@@ -148,7 +148,8 @@ def quantize_both(
         return q_row, s_row, q_col, s_col, padded
     block_m, block_k, warps = TILE_BLOCKED if blocked else TILE
     mp = q_col.shape[-2]
-    grid = (colwise_row_tiles(x, offs, blocked, block_m) * max(shapes.cdiv(k, block_k), 1), batch)
+    tiles = row_units(m, groups, block_m)
+    grid = (tiles * max(shapes.cdiv(k, block_k), 1), batch)
     _quantize_both_kernel[grid](
         q_row.view(torch.uint8),
         s_row,
@@ -161,7 +162,7 @@ def quantize_both(
         mp,
         k,
         groups or 1,
-        colwise_units(x, offs),
+        tiles - (groups is not None),
         x.stride(0) if x.ndim == 3 else 0,
         x.stride(-2),
         G_POW2=triton.next_power_of_2(groups or 1),

@@ -8,11 +8,11 @@
       32 | block 1|                      +---------------+                  +----+
          +--------+
 
-    Blocks are rows of the padded result (``_blocks.py``): two neighbours of a tile may lie in different groups.
-    Blocked scales: a tile is one unit of 128 padded rows of one group = 4 columns of scale.t() = one column of tiles.
+    The rows of a tile are one unit of one group (``_blocks.py``).
+    Blocked scales: the unit is 128 rows = 4 columns of scale.t() = one column of 128x4 tiles.
 
 Grid     (row tiles * column tiles, batch), columns fastest.
-Writes   every byte of qdata, scale and padded_offs once: padding rows, slack rows, padding and slack of blocked scales 0.
+Writes   every byte of qdata, scale and padded_offs once: 0 in padding and slack rows, in padding and slack of scales.
 Traffic  bf16: 2 bytes read, 1 + 1/32 written per element.
 Index    int64 for rows, columns of the result and the batch.
 Source   OCP MX 1.0; ``docs/numerics.md``; blocked layout: ``docs/layouts.md``.
@@ -26,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import shapes
-from ..formats import BLOCK, SF_COLS, SF_ROWS
-from ._blocks import block_rows, store_padded_ends
+from ..formats import BLOCK, SF_ROWS
+from ._blocks import aligned, block_rows, store_padded_ends
 from ._e8m0 import constants, quantize_middle
 from ._tiles import k_group_byte
 
@@ -50,7 +50,7 @@ def store_colwise(
     units,  # of the group, 128 rows each
     all_units,  # of the buffer
     K,
-    q_stride,  # MP, as the compiler should see it (see aligned)
+    MP,
     blocks,
     BLOCKED: tl.constexpr,
     NB: tl.constexpr,
@@ -60,7 +60,7 @@ def store_colwise(
     cols = first_col + tl.arange(0, BLOCK_K)
     rows = dst[:, None] + tl.arange(0, 32)[None, :]
     mine = (rows < dst_end[:, None])[:, :, None] & (cols < K)[None, None, :]
-    at = cols[None, None, :].to(tl.int64) * q_stride + rows[:, :, None]
+    at = cols[None, None, :].to(tl.int64) * MP + rows[:, :, None]
     tl.store(q_ptr + at, q, mask=mine)
     c = cols[None, :]
     if BLOCKED:
@@ -80,21 +80,12 @@ def load_blocks(x_ptr, src, live_end, stride_xm, first_col, K, EVEN_K: tl.conste
     """Rows of x of every block, ``(NB, 32, BLOCK_K)``: zeros where there is no data."""
     cols = (first_col + tl.arange(0, BLOCK_K))[None, None, :]
     rows = src[:, None] + tl.arange(0, 32)[None, :]
-    live = (rows < live_end[:, None])[:, :, None]
+    live = (rows < live_end)[:, :, None]
     at = rows.to(tl.int64)[:, :, None] * stride_xm + cols
     if EVEN_K:
         return tl.load(x_ptr + at, mask=live, other=0)
     else:
         return tl.load(x_ptr + at, mask=live & (cols < K), other=0)
-
-
-@triton.jit
-def aligned(size, ALIGNED: tl.constexpr):
-    """``size``, known to the compiler as a multiple of 16 if ALIGNED: token counts are not specialized, vectors need it."""
-    if ALIGNED:
-        return size // 16 * 16
-    else:
-        return size
 
 
 @triton.jit(do_not_specialize=["M", "MP", "G", "all_units"])
@@ -117,7 +108,7 @@ def _quantize_colwise_kernel(
     E5M2: tl.constexpr,
     THRESH: tl.constexpr,
     HW: tl.constexpr,
-    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
+    EVEN_K: tl.constexpr,  # no column tile reaches beyond K
     ALIGNED: tl.constexpr,  # MP is a multiple of 16
     NB: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -125,7 +116,7 @@ def _quantize_colwise_kernel(
     # 1. Which tile am I?
     pid = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    if GROUPED:
+    if GROUPED:  # noqa: SIM102
         if pid == 0:
             store_padded_ends(padded_offs_ptr, offs_ptr, M, G, G_POW2)
     padded_k = (K + 127) // 128 * 128 if BLOCKED else K
@@ -134,20 +125,18 @@ def _quantize_colwise_kernel(
     first_col = pid % col_tiles * BLOCK_K
 
     # 2. Coordinates: source and destination of each of its blocks.
-    src, live_end, _, dst, dst_end, first_unit, units = block_rows(
-        tile, offs_ptr, M, MP, G, G_POW2, GROUPED, BLOCKED, NB
-    )
+    MP = aligned(MP, ALIGNED)
+    src, live_end, _, dst, dst_end, first_unit, units = block_rows(tile, offs_ptr, M, MP, G, G_POW2, GROUPED, NB)
 
     # 3. Load; what is not data is zero.
     x = load_blocks(x_ptr + batch * stride_xb, src, live_end, stride_xm, first_col, K, EVEN_K, BLOCK_K)
     q, byte = quantize_middle(x, E5M2, THRESH, HW)
 
     # 4. Store.
-    q_stride = aligned(MP, ALIGNED)
     blocks = (MP + 31) // 32
     scale_columns = 4 * all_units if BLOCKED else blocks
     store_colwise(
-        q_ptr + batch * K * q_stride,
+        q_ptr + batch * K * MP,
         scale_ptr + batch * padded_k * scale_columns,
         q,
         byte,
@@ -159,7 +148,7 @@ def _quantize_colwise_kernel(
         units,
         all_units,
         K,
-        q_stride,
+        MP,
         blocks,
         BLOCKED,
         NB,
@@ -179,9 +168,10 @@ def quantize_colwise(
         return q, scale, padded
     block_m, block_k, warps = TILE_BLOCKED if blocked else TILE
     mp = q.shape[-2]
-    units = colwise_units(x, offs)
+    groups = None if offs is None else offs.shape[0]
+    tiles = row_units(m, groups, block_m)
     col_tiles = shapes.cdiv(shapes.round_up(k, SF_ROWS) if blocked else k, block_k)
-    grid = (colwise_row_tiles(x, offs, blocked, block_m) * max(col_tiles, 1), batch)
+    grid = (tiles * max(col_tiles, 1), batch)
     _quantize_colwise_kernel[grid](
         q.mT.view(torch.uint8),
         scale if blocked else scale.mT,
@@ -191,14 +181,14 @@ def quantize_colwise(
         m,
         mp,
         k,
-        padded.shape[0] or 1,
-        units,
+        groups or 1,
+        tiles - (groups is not None),
         x.stride(0) if x.ndim == 3 else 0,
         x.stride(-2),
-        G_POW2=triton.next_power_of_2(padded.shape[0] or 1),
+        G_POW2=triton.next_power_of_2(groups or 1),
         GROUPED=offs is not None,
         BLOCKED=blocked,
-        EVEN_K=k % block_k == 0,
+        EVEN_K=k % (max(block_k, SF_ROWS) if blocked else block_k) == 0,
         ALIGNED=mp % 16 == 0,
         NB=block_m // BLOCK,
         BLOCK_K=block_k,
@@ -225,20 +215,6 @@ def colwise_outputs(
     )
 
 
-def colwise_units(x: Tensor, offs: Tensor | None) -> int:
-    """128-row units of x: columns of 128x4 tiles in the blocked scale of scale.t()."""
-    m = x.shape[-2]
-    if offs is None:
-        return shapes.cdiv(m, SF_ROWS)
-    blocks = shapes.padded_rows(m, offs.shape[0]) // BLOCK
-    return shapes.blocked_k_groups(1, blocks, offs.shape[0])[1] // SF_COLS
-
-
-def colwise_row_tiles(x: Tensor, offs: Tensor | None, blocked: bool, block_m: int) -> int:
-    """Row tiles of a grid over the blocks of x; with groups one unit more than the bound, see ``_blocks.py``."""
-    grouped = offs is not None
-    if blocked:
-        return colwise_units(x, offs) + grouped
-    m = x.shape[-2]
-    mp = m if offs is None else shapes.padded_rows(m, offs.shape[0])
-    return shapes.cdiv(shapes.cdiv(mp, BLOCK) + grouped, block_m // BLOCK)
+def row_units(m: int, groups: int | None, unit: int) -> int:
+    """Row tiles of a grid over units of x; with groups the upper bound and one more, see ``_blocks.py``."""
+    return shapes.cdiv(m, unit) if groups is None else (m + (unit - 1) * groups) // unit + 1

@@ -10,9 +10,9 @@
     blocked scales: a tile is 8 rows of one 128-row unit, two adjacent ones in each quarter: r, r+1, r+32, r+33, ...
     Their scales are 2 x 16 bytes of every 512-byte tile: whole 32-byte sectors. Units restart at every group.
 
-Grid     (row tiles * column tiles / STEPS, batch), columns fastest; a program does STEPS column tiles of its rows, so the
-         search for its group is paid once. Blocked with groups: units are an upper bound known without reading offs.
-Writes   every byte of qdata and scale once: rows of no group 0 with scale byte 0, padding and slack of blocked scales 0.
+Grid     (row tiles * column tiles / STEPS, batch), columns fastest; a program does STEPS column tiles of its rows, so
+         the search for its group is paid once. Blocked with groups: as many units as ``_blocks.py`` says.
+Writes   every byte of qdata and scale once: 0 in rows of no group (scale byte too), in padding and slack of scales.
 Traffic  bf16: 2 bytes read, 1 + 1/32 written per element.
 Index    int64 for rows, tiles and the batch.
 Source   OCP MX 1.0; ``docs/numerics.md``; blocked layout: ``docs/layouts.md``.
@@ -77,7 +77,7 @@ def _quantize_rowwise_kernel(
         unit = tile // PER_UNIT
         r = (tile % PER_UNIT) * QUARTER + (i % QUARTER) + 32 * (i // QUARTER)
         if GROUPED:
-            start, end, first_unit, _, _ = find_unit(unit, offs_ptr, M, G, G_POW2, 128, 0)
+            start, end, first_unit, _, _ = find_unit(unit, offs_ptr, M, G, G_POW2, 128)
             rows = start + (unit - first_unit) * 128 + r
             live_end = tl.where(end == NONE, 0, end)
             keep_end = tl.where(end == NONE, M, end)

@@ -1,4 +1,4 @@
-"""Quantize weights in 32x32 tiles, one scale each: valid MX in both directions, so one copy of W serves fprop and dgrad.
+"""Quantize weights in 32x32 tiles, one scale each: valid MX in both directions, one copy of W serves fprop and dgrad.
 
     x (M, K)                      qdata (M, K), row- or column-major     scale (ceil(M/32), ceil(K/32))
            BLOCK_K
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from .. import shapes
 from ..formats import BLOCK
+from ._blocks import aligned
 from ._e8m0 import constants, quantize_tile
-from .quantize_colwise import aligned, load_blocks
+from .quantize_colwise import load_blocks
 
 # (BLOCK_M, BLOCK_K, num_warps)
 TILE = (32, 128, 4)
@@ -57,18 +58,18 @@ def _quantize_square_kernel(
     first_col = pid % col_tiles * BLOCK_K
 
     # 2. Coordinates.
+    M = aligned(M, ALIGNED)
     src = tl.multiple_of(32 * (tile * NB + tl.arange(0, NB)), 32)
     rows = (src[:, None] + tl.arange(0, 32)[None, :])[:, :, None]
     cols = (first_col + tl.arange(0, BLOCK_K))[None, None, :]
 
     # 3. Load; what is not data is zero.
-    x = load_blocks(x_ptr + batch * stride_xb, src, M + tl.zeros_like(src), stride_xm, first_col, K, EVEN_K, BLOCK_K)
+    x = load_blocks(x_ptr + batch * stride_xb, src, M, stride_xm, first_col, K, EVEN_K, BLOCK_K)
     q, byte = quantize_tile(x, E5M2, THRESH, HW)
 
     # 4. Store.
     if COLUMN_MAJOR:
-        stride = aligned(M, ALIGNED)
-        at = batch * K * stride + cols.to(tl.int64) * stride + rows
+        at = batch * K * M + cols.to(tl.int64) * M + rows
     else:
         at = (batch * M + rows) * K + cols
     tl.store(q_ptr + at, q, mask=(rows < M) & (cols < K))
