@@ -43,7 +43,9 @@ def offs(value: object, name: str, device: torch.device, groups: int | None = No
     if value.ndim != 1:
         raise ValueError(f"{name} must be 1-D (G,), got shape {tuple(value.shape)}")
     if value.device != device:
-        raise ValueError(f"{name} is on {value.device}, the operands are on {device}: move it with {name}.to({str(device)!r})")
+        raise ValueError(
+            f"{name} is on {value.device}, the operands are on {device}: move it with {name}.to({str(device)!r})"
+        )
     if value.shape[0] == 0:
         raise ValueError(f"{name} is empty: it needs one end per group (at least one group)")
     if groups is not None and value.shape[0] != groups:
@@ -80,14 +82,14 @@ def maybe_debug_offs(value: Tensor, total: int, name: str = "offs") -> None:
 
 
 def block(value: str) -> str:
-    """"rowwise", "colwise" or "square"."""
+    """ "rowwise", "colwise" or "square"."""
     if value not in BLOCKS:
         raise ValueError(f"block must be one of {BLOCKS}, got {value!r}")
     return value
 
 
 def layout(value: str) -> str:
-    """"plain" or "blocked"."""
+    """ "plain" or "blocked"."""
     if value not in LAYOUTS:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {value!r}")
     return value

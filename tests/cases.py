@@ -82,7 +82,9 @@ def assert_bitwise(actual: Tensor, expected: Tensor, what: str = "tensor") -> No
     bad = (a != b).nonzero()
     if len(bad):
         at = tuple(bad[0].tolist())
-        raise AssertionError(f"{what}: {len(bad)} of {a.numel()} differ, first at {at}: {a[at].item():#x} != {b[at].item():#x}")
+        raise AssertionError(
+            f"{what}: {len(bad)} of {a.numel()} differ, first at {at}: {a[at].item():#x} != {b[at].item():#x}"
+        )
 
 
 def assert_accumulation(actual: Tensor, exact: Tensor, in_bf16: Tensor, what: str = "product") -> None:

@@ -25,7 +25,9 @@ REF = MXRecipe(backend="reference")
 
 
 def fq(x, block, offs=None, elem=E4M3, mode="rceil"):
-    return mxmoe.fake_quantize(x.detach(), block=block, offs=offs, elem_dtype=elem, scale_mode=mode, dtype=torch.float32)
+    return mxmoe.fake_quantize(
+        x.detach(), block=block, offs=offs, elem_dtype=elem, scale_mode=mode, dtype=torch.float32
+    )
 
 
 def spans(sizes):
@@ -287,7 +289,9 @@ def test_save_mxfp8_keeps_half_the_bytes():
     kept = {}
     for save in ("bf16", "mxfp8"):
         seen = {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.__setitem__(t.data_ptr(), t.nbytes), t)[1], lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (seen.__setitem__(t.data_ptr(), t.nbytes), t)[1], lambda t: t
+        ):
             mxmoe.grouped_mm(x, w.mT, offs, recipe=MXRecipe(save=save))
         kept[save] = sum(b for p, b in seen.items() if p != w.data_ptr())
     assert kept["mxfp8"] <= 0.56 * kept["bf16"]  # 1.03 bytes per element, and 31 rows of padding per group
@@ -431,7 +435,10 @@ def test_activation_checkpointing():
 
 def test_autocast():
     offs = ends([33, 63])
-    x, w = torch.randn(96, 64, device=DEVICE, requires_grad=True), torch.randn(2, 32, 64, device=DEVICE, requires_grad=True)
+    x, w = (
+        torch.randn(96, 64, device=DEVICE, requires_grad=True),
+        torch.randn(2, 32, 64, device=DEVICE, requires_grad=True),
+    )
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         out = mxmoe.grouped_mm(x, w.mT, offs)
     assert out.dtype == torch.bfloat16
@@ -497,7 +504,7 @@ def test_opcheck_k_groups_and_quantize():
     torch.library.opcheck(torch.ops.mxmoe.fake_quantize_both.default, (x, offs, E4M3, "rceil", torch.float32))
     t = mxmoe.quantize(x, block="colwise", offs=offs)
     args = (t.qdata, t.scale_bytes, "colwise", t.offs, offs, 65, torch.bfloat16)
-    torch.library.opcheck(torch.ops.mxmoe.dequantize.default, args)
+    opcheck_fp8(torch.ops.mxmoe.dequantize.default, args)
 
 
 def layer(x, w1, w2, offs, bias, recipe):
@@ -596,7 +603,10 @@ def test_native_is_never_reached_elsewhere(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_grouped_mm", lambda *a, **k: called.append(a))
     with pytest.raises(RuntimeError, match=r'backend="native" needs MXFP8 tensor cores \(sm_100\)'):
         mxmoe.grouped_mm(
-            torch.zeros(64, 32, device=DEVICE), torch.zeros(2, 32, 32, device=DEVICE), ends([32, 32]), recipe=MXRecipe(backend="native")
+            torch.zeros(64, 32, device=DEVICE),
+            torch.zeros(2, 32, 32, device=DEVICE),
+            ends([32, 32]),
+            recipe=MXRecipe(backend="native"),
         )
     assert not called
 
@@ -621,7 +631,10 @@ def test_observe_counts_and_keeps_operands():
 
 
 def test_long_contraction_does_not_drift():
-    x, w = torch.ones(32, 8192, device=DEVICE, dtype=torch.bfloat16), torch.ones(1, 32, 8192, device=DEVICE, dtype=torch.bfloat16)
+    x, w = (
+        torch.ones(32, 8192, device=DEVICE, dtype=torch.bfloat16),
+        torch.ones(1, 32, 8192, device=DEVICE, dtype=torch.bfloat16),
+    )
     for backend in BACKENDS:
         out = mxmoe.grouped_mm(x, w.mT, ends([32]), recipe=MXRecipe(backend=backend))
         assert (out == 8192).all()

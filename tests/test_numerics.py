@@ -239,7 +239,9 @@ def test_square_is_valid_in_both_directions():
     x = scaled_randn(2, 64, 96, dtype=torch.float32, device="cpu")
     t = mxmoe.quantize(x, block="square")
     y = mxmoe.dequantize(t, torch.float32)
-    row = (t.qdata.float().unflatten(-1, (-1, 32)) * ref.scale_values(t.scale_bytes.repeat_interleave(32, -2))[..., None]).flatten(-2)
+    row = (
+        t.qdata.float().unflatten(-1, (-1, 32)) * ref.scale_values(t.scale_bytes.repeat_interleave(32, -2))[..., None]
+    ).flatten(-2)
     assert torch.equal(y, row)
     assert_bitwise(t.mT.qdata, mxmoe.quantize(x.mT, block="square").qdata)
 

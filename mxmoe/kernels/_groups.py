@@ -24,6 +24,15 @@ def group_bounds(offs_ptr, G, total, G_POW2: tl.constexpr):
 
 
 @triton.jit
+def one_group(offs_ptr, g, G, total, G_POW2: tl.constexpr):
+    """Start and end of group ``g``, made safe like ``group_bounds``, without a scan."""
+    i = tl.arange(0, G_POW2)
+    ends = tl.load(offs_ptr + i, mask=i < G, other=0)
+    ends = tl.minimum(tl.maximum(ends, 0), total)
+    return tl.max(tl.where(i < g, ends, 0)), tl.max(tl.where(i <= g, ends, 0))
+
+
+@triton.jit
 def last_end(offs_ptr, G, total, G_POW2: tl.constexpr):
     """End of the last group (rows beyond it belong to no group), made safe like ``group_bounds``."""
     g = tl.arange(0, G_POW2)

@@ -16,7 +16,9 @@ def cpu() -> SimpleNamespace:
     from ..reference import blocked, grouped_mm, quantize
 
     found = {name: getattr(quantize, name) for name in (*_STEMS, "fake_quantize", "fake_quantize_both")}
-    found |= {name: getattr(blocked, name) for name in ("to_blocked_k_groups", "to_blocked_m_groups", "to_blocked_experts")}
+    found |= {
+        name: getattr(blocked, name) for name in ("to_blocked_k_groups", "to_blocked_m_groups", "to_blocked_experts")
+    }
     return SimpleNamespace(**found, group_sum=grouped_mm.group_sum)
 
 
@@ -29,7 +31,9 @@ def cuda() -> SimpleNamespace:
 
     found = {name: kernel(name, name) for name in _STEMS}
     found |= {name: kernel("fake_quantize", name) for name in ("fake_quantize", "fake_quantize_both")}
-    found |= {name: kernel("blocked", name) for name in ("to_blocked_k_groups", "to_blocked_m_groups", "to_blocked_experts")}
+    found |= {
+        name: kernel("blocked", name) for name in ("to_blocked_k_groups", "to_blocked_m_groups", "to_blocked_experts")
+    }
     return SimpleNamespace(**found, group_sum=kernel("group_sum", "group_sum"))
 
 
@@ -46,7 +50,11 @@ def impl(device: torch.device) -> SimpleNamespace:
 
 def register_cuda(op: Any) -> None:
     """Register the Triton launcher of the same name as the CUDA kernel of a custom op."""
-    name = op._name.removeprefix("mxmoe::") if hasattr(op, "_name") else op._opoverload._schema.name.removeprefix("mxmoe::")
+    name = (
+        op._name.removeprefix("mxmoe::")
+        if hasattr(op, "_name")
+        else op._opoverload._schema.name.removeprefix("mxmoe::")
+    )
 
     def launch(*args: Any) -> Any:
         return getattr(cuda(), name)(*args)

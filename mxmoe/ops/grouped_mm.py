@@ -409,7 +409,12 @@ def grouped_mm(
 
 
 def _form_2d_3d(
-    x: Tensor | MXTensor, w: Tensor | MXTensor, offs: Tensor | None, bias: Tensor | None, dtype: torch.dtype, recipe: MXRecipe
+    x: Tensor | MXTensor,
+    w: Tensor | MXTensor,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    recipe: MXRecipe,
 ) -> Tensor:
     _contracts(x.shape, w.shape, 1, 1)
     groups_, k, n = w.shape
@@ -422,7 +427,12 @@ def _form_2d_3d(
 
 
 def _form_3d_2d(
-    x: Tensor | MXTensor, w: Tensor | MXTensor, offs: Tensor | None, bias: Tensor | None, dtype: torch.dtype, recipe: MXRecipe
+    x: Tensor | MXTensor,
+    w: Tensor | MXTensor,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    recipe: MXRecipe,
 ) -> Tensor:
     _contracts(x.shape, w.shape, 2, 0)
     if bias is not None:
@@ -436,13 +446,20 @@ def _form_3d_2d(
 
 
 def _form_3d_3d(
-    x: Tensor | MXTensor, w: Tensor | MXTensor, offs: Tensor | None, bias: Tensor | None, dtype: torch.dtype, recipe: MXRecipe
+    x: Tensor | MXTensor,
+    w: Tensor | MXTensor,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    recipe: MXRecipe,
 ) -> Tensor:
     if offs is not None:
         raise ValueError("offs must be None for a 3-D x and a 3-D w: every batch entry is one group")
     _contracts(x.shape, w.shape, 2, 1)
     if x.shape[0] != w.shape[0]:
-        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} have {x.shape[0]} and {w.shape[0]} groups in dim 0")
+        raise ValueError(
+            f"x {tuple(x.shape)} and w {tuple(w.shape)} have {x.shape[0]} and {w.shape[0]} groups in dim 0"
+        )
     groups_, m, k = x.shape
     n = w.shape[2]
     if bias is not None:
@@ -456,7 +473,12 @@ def _form_3d_3d(
 
 
 def _form_2d_2d(
-    x: Tensor | MXTensor, w: Tensor | MXTensor, offs: Tensor | None, bias: Tensor | None, dtype: torch.dtype, recipe: MXRecipe
+    x: Tensor | MXTensor,
+    w: Tensor | MXTensor,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    recipe: MXRecipe,
 ) -> Tensor:
     _contracts(x.shape, w.shape, 1, 0)
     if bias is not None:

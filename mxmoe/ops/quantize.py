@@ -71,9 +71,7 @@ def _(x, offs, blocked, elem_dtype, scale_mode):  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("mxmoe::quantize_square", mutates_args=(), device_types="cpu")
-def _quantize_square(
-    x: Tensor, column_major: bool, elem_dtype: torch.dtype, scale_mode: str
-) -> tuple[Tensor, Tensor]:
+def _quantize_square(x: Tensor, column_major: bool, elem_dtype: torch.dtype, scale_mode: str) -> tuple[Tensor, Tensor]:
     return cpu().quantize_square(x, column_major, elem_dtype, scale_mode)
 
 
@@ -139,9 +137,7 @@ for _op in (
 
 
 # --- public functions ------------------------------------------------------------------------------------------------
-def _checked(
-    x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, scale_mode: str, layout: str
-) -> Tensor | None:
+def _checked(x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, scale_mode: str, layout: str) -> Tensor | None:
     checks.tensor(x, "x", dims=(2, 3))
     checks.elem_dtype(elem_dtype)
     checks.scale_mode(scale_mode)

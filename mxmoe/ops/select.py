@@ -94,7 +94,10 @@ class BackendTable(list[tuple[str, str, bool, str]]):
     """Rows of (backend, operation, available, reason); prints as a table."""
 
     def __str__(self) -> str:
-        rows = [("backend", "operation", "available", "reason"), *((b, o, "yes" if a else "no", r) for b, o, a, r in self)]
+        rows = [
+            ("backend", "operation", "available", "reason"),
+            *((b, o, "yes" if a else "no", r) for b, o, a, r in self),
+        ]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]) for row in rows)
 

@@ -14,7 +14,12 @@ def _spans(offs: Tensor, total: int) -> list[tuple[int, int]]:
 
 
 def mm_m_groups(
-    a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype, compute: torch.dtype = torch.float32
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    compute: torch.dtype = torch.float32,
 ) -> Tensor:
     """a ``(M, K)``, b ``(G, N, K)`` -> ``(M, N)``: rows of group g times ``b[g].T``; rows of no group are zero."""
     out = a.new_zeros(a.shape[0], b.shape[1], dtype=out_dtype)

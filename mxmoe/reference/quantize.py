@@ -32,7 +32,9 @@ def scale_values(scale: Tensor) -> Tensor:
     return torch.where(byte == SCALE_NAN, 0x7FC00000, bits).view(torch.float32)
 
 
-def _quantize_blocks(blocks: Tensor, elem_dtype: torch.dtype, scale_mode: str, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _quantize_blocks(
+    blocks: Tensor, elem_dtype: torch.dtype, scale_mode: str, dims: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     """Quantize a view whose ``dims`` span one block each. Returns bytes (uint8, like blocks) and scale (dims kept)."""
     fmt = elem_format(elem_dtype)
     x = blocks.float()

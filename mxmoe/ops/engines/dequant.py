@@ -47,9 +47,7 @@ def cols_operand(x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, recipe
     return _fake_quantize(x, "colwise", offs, elem_dtype, recipe)
 
 
-def both_operands(
-    x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, recipe: MXRecipe
-) -> tuple[Tensor, Tensor]:
+def both_operands(x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, recipe: MXRecipe) -> tuple[Tensor, Tensor]:
     """``rows_operand`` and ``cols_operand`` from one read."""
     row, col = impl(x.device).fake_quantize_both(
         x, offs, elem_dtype, recipe.scale_mode, _value_dtype(x), **_row_stride(x)

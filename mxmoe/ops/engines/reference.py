@@ -24,9 +24,7 @@ def cols_operand(x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, recipe
     return quantize.fake_quantize(x, "colwise", offs, elem_dtype, recipe.scale_mode, torch.float32)
 
 
-def both_operands(
-    x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, recipe: MXRecipe
-) -> tuple[Tensor, Tensor]:
+def both_operands(x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, recipe: MXRecipe) -> tuple[Tensor, Tensor]:
     """``rows_operand`` and ``cols_operand``."""
     return rows_operand(x, offs, elem_dtype, recipe), cols_operand(x, offs, elem_dtype, recipe)
 
