@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton import next_power_of_2
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -63,6 +62,7 @@ def _quantize_both_kernel(
     GROUPED: gl.constexpr,
     G_POW2: gl.constexpr,
     BLOCKED: gl.constexpr,
+    K128: gl.constexpr,  # K % 128 == 0
     EMAX: gl.constexpr,
     THRESH: gl.constexpr,
     E5M2: gl.constexpr,
@@ -108,15 +108,19 @@ def _quantize_both_kernel(
     else:
         s_tile = s_ptr + ((expert * (K8 * 8) + col) * scale_ld + out_row // 32)
         sf_cols = 0
+    if K128:  # the compiler then sees that four scale bytes of a row are one aligned word
+        scale_k = K8 // 16 * 4
+    else:
+        scale_k = (K8 + 3) // 4
     row_rows = gl.minimum(gl.maximum(row_rows - down, 0), BM)
     qr_tile = qr_ptr + ((expert * M + row) * (K8 * 8).to(gl.int64) + col)
     if BLOCKED:
         tile_r = (expert * sfr_slots + t) * sf_row_tiles + col // 128
         sr_tile = sr_ptr + tile_r * 512
-        sf_blocks = gl.where(t < sfr_slots, sf_row_tiles * 4 - col // 32, 0)
-        sf_shift = col // 32 % 4
+        sf_blocks = gl.where(t < sfr_slots, sf_row_tiles * 4 - ct * (BK // 32), 0)
+        sf_shift = ct * (BK // 32) % 4
     else:
-        sr_tile = sr_ptr + ((expert * M + row) * ((K8 + 3) // 4) + col // 32)
+        sr_tile = sr_ptr + ((expert * M + row) * scale_k + ct * (BK // 32))
         sf_blocks = 0
         sf_shift = 0
 
@@ -128,7 +132,7 @@ def _quantize_both_kernel(
             False, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
         )  # fmt: skip
         _gluon.store_rows(
-            qr_tile, sr_tile, w0, w1, w2, w3, K8, BM, BK, (K8 + 3) // 4, BK // 32, sf_shift, down,
+            qr_tile, sr_tile, w0, w1, w2, w3, K8, BM, BK, scale_k, BK // 32, BK // 32, sf_shift, down,
             False, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
         )  # fmt: skip
     else:
@@ -140,7 +144,8 @@ def _quantize_both_kernel(
             True, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
         )  # fmt: skip
         _gluon.store_rows(
-            qr_tile, sr_tile, w0, w1, w2, w3, K8, row_rows, cols, (K8 + 3) // 4, sf_blocks, sf_shift, down,
+            qr_tile, sr_tile, w0, w1, w2, w3, K8, row_rows, cols, scale_k, scale_k - ct * (BK // 32), sf_blocks,
+            sf_shift, down,
             True, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
         )  # fmt: skip
 
@@ -204,8 +209,9 @@ def quantize_both(
         sf_slots,
         s_row.shape[0] // _gluon.TILE_ROWS if grouped_blocked else row_tiles,
         GROUPED=offs is not None,
-        G_POW2=next_power_of_2(max(g, 1)),
+        G_POW2=_gluon.group_slots(offs),
         BLOCKED=blocked,
+        K128=k % 128 == 0,
         FP16=x.dtype == torch.float16,
         num_warps=config.W,
         **_gluon.constants(elem_dtype, scale_mode),

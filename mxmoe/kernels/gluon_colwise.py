@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton import next_power_of_2
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -172,7 +171,7 @@ def quantize_colwise(
         sf_row_tiles if offs is not None else sf_slots,
         sf_slots,
         GROUPED=offs is not None,
-        G_POW2=next_power_of_2(max(g, 1)),
+        G_POW2=_gluon.group_slots(offs),
         BLOCKED=blocked,
         FP16=x.dtype == torch.float16,
         num_warps=config.W,
