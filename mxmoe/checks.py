@@ -1,4 +1,7 @@
-"""Checks of user input: one place, eager and fake alike, before anything is launched. Errors name argument, value, cure."""
+"""Checks of user input: one place, eager and fake alike, before anything is launched.
+
+Errors name the argument, the value found and what to do.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ def tensor(t: object, name: str, dims: tuple[int, ...] | None = None) -> Tensor:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
     if _is_dtensor(t):
         raise TypeError(
-            f"{name} is a DTensor with placements {getattr(t, 'placements', None)}: grouped GEMMs work on local tensors; "
-            f"pass {name}.to_local() (expert parallelism: the local experts; sharded K is exact only if K / world is a "
+            f"{name} is a DTensor with placements {getattr(t, 'placements', None)}: grouped GEMMs work on local "
+            f"tensors, pass {name}.to_local() (expert parallelism: the local experts; sharded K is exact only if K / world is a "
             "multiple of 32)"
         )
     if t.dtype not in INPUT_DTYPES:

@@ -39,7 +39,7 @@ def column_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_transposed(strides: Sequence[int]) -> bool:
-    """Whether a matrix (the last two dims) is stored with its rows contiguous in the other dim: ``t.mT`` is row-major."""
+    """Whether a matrix (the last two dims) is stored transposed: ``t.mT`` is row-major."""
     return bool(strides[-1] != 1 and strides[-2] == 1)
 
 

@@ -12,7 +12,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MODES = ("rceil", "floor", "ceil", "even")
 
-# The group family: name -> sizes. Sizes around 32 and 128, empty groups first, in the middle, last, all rows in one group.
+# The group family: name -> sizes around 32 and 128; empty groups first, in the middle, last; all rows in one group.
 GROUPS = {
     "one": [96],
     "two": [33, 63],
@@ -45,7 +45,7 @@ def scaled_randn(*shape, dtype=torch.bfloat16, device=DEVICE, seed=0) -> Tensor:
 
 
 def special_values(rows=64, cols=96, dtype=torch.float32, device=DEVICE) -> Tensor:
-    """A matrix whose blocks hold the special cases: NaN, Inf, zeros, -0.0, subnormals, powers of two, halfway values."""
+    """A matrix whose blocks hold special cases: NaN, Inf, zeros, -0.0, subnormals, powers of two, halfway values."""
     x = scaled_randn(rows, cols, dtype=torch.float32, device="cpu", seed=7)
     x[0, 3] = float("nan")
     x[1, 40] = float("inf")
@@ -91,7 +91,8 @@ def assert_accumulation(actual: Tensor, exact: Tensor, in_bf16: Tensor, what: st
     """Error against the fp32 product at most twice that of the same product by torch in bf16."""
     error = (actual.double().cpu() - exact.double().cpu()).norm()
     allowed = 2 * (in_bf16.double().cpu() - exact.double().cpu()).norm() + 1e-6 * exact.double().cpu().norm()
-    assert torch.isfinite(error) and error <= allowed, f"{what}: error {error:.3e} > allowed {allowed:.3e}"
+    assert torch.isfinite(error), f"{what}: not finite"
+    assert error <= allowed, f"{what}: error {error:.3e} > allowed {allowed:.3e}"
 
 
 def sqnr(actual: Tensor, exact: Tensor) -> float:

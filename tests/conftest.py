@@ -1,5 +1,7 @@
-"""Without a GPU the kernels run in Triton's interpreter, repaired by ``interp_shim``; both must be set up before mxmoe is
-imported. The closing count says how many tests need a GPU and did not run."""
+"""Without a GPU the kernels run in Triton's interpreter, repaired by ``interp_shim``: set up before mxmoe is imported.
+
+The closing count says how many tests need a GPU and did not run.
+"""
 
 import os
 import sys
@@ -16,7 +18,7 @@ if not torch.cuda.is_available():
 
     interp_shim.install()
 
-import pytest  # noqa: E402
+import pytest
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
 

@@ -1,7 +1,7 @@
 """Grouped GEMMs in MXFP8: two ops with their backward ops, and the public functions that lower every form to them.
 
     form                      lowered to
-    (M,K) x (G,K,N)           m_groups(x, w.mT)                     fprop;  its backward: dgrad (M groups), wgrad (K groups)
+    (M,K) x (G,K,N)           m_groups(x, w.mT)                     backward: dgrad (M groups), wgrad (K groups)
     (N,M) x (M,K)             k_groups(x.t(), w)
     (G,M,K) x (G,K,N)         m_groups(x as (G*M, K), w.mT), groups of M rows
     (G,M,K) x (K,N)           m_groups(w.t(), x).t()
@@ -137,7 +137,7 @@ def _m_groups_backward(
     w_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dX, dW, dbias; empty where the dtype is None. x is None under save="mxfp8", the kept tensors are None otherwise."""
+    """dX, dW, dbias; empty where the dtype is None. Either x or the kept tensors are given, by ``save``."""
     r = MXRecipe.from_key(recipe)
     n, k = w.shape[1:]
     sizes = (grad.shape[0], n, k, offs.shape[0])
@@ -304,8 +304,8 @@ def _flat(t: Tensor | MXTensor, along: str, name: str) -> _Flat:
         return _Flat(t.qdata, scale, t.shape)
     if t.block != along:
         raise ValueError(
-            f"{name} is quantized {t.block}, but this GEMM contracts over its {'last' if along == 'rowwise' else 'first'} "
-            f'dim and needs blocks along it: quantize(..., block="{along}"), or pass a transposed MXTensor'
+            f"{name} is quantized {t.block}, but this GEMM contracts over its "
+            f'{"last" if along == "rowwise" else "first"} dim and needs blocks along it: quantize(..., block="{along}"), or pass a transposed MXTensor'
         )
     return _Flat(t.qdata, plain_scale(t), t.shape, t.offs if t.k_groups else None)
 
@@ -374,7 +374,7 @@ def grouped_mm(
     | ``x``, ``w`` | as above | bf16, fp16, fp32, or :class:`MXTensor` | any strides; an MXTensor gets no gradient |
     | ``offs`` | ``(G,)`` | int32, int64 | cumulative group ends, no leading zero; any sizes, zero included |
     | ``bias`` | ``(G, N)`` | bf16, fp16, fp32 | added to the rows of its group; first and third form |
-    | ``out_dtype`` | | bf16, fp16, fp32 | default: x's dtype (autocast: its dtype; x an MXTensor: the dtype it came from) |
+    | ``out_dtype`` | | bf16, fp16, fp32 | default: x's dtype (autocast: its dtype; MXTensor: the one it came from) |
     | ``recipe`` | | :class:`MXRecipe` | default ``MXRecipe()`` |
 
     Raises: ``TypeError`` / ``ValueError`` naming the argument, the value and what is expected, before anything is
@@ -484,7 +484,8 @@ def _form_2d_2d(
     if bias is not None:
         raise ValueError("bias is not defined for a 2-D x and a 2-D w: the result is (G, N, K)")
     if offs is None:
-        assert isinstance(x, MXTensor) and x.source_offs is not None
+        assert isinstance(x, MXTensor)
+        assert x.source_offs is not None
         offs = x.source_offs
     ends = checks.offs(offs, "offs", x.device)
     checks.maybe_debug_offs(ends, x.shape[1])
@@ -517,7 +518,7 @@ def scaled_grouped_mm(
     | argument | shape | dtype | notes |
     |---|---|---|---|
     | ``x`` | as in :func:`grouped_mm` | :class:`MXTensor` | blocks along the contraction, either scale layout |
-    | ``w`` | as in :func:`grouped_mm` | :class:`MXTensor` | usually ``quantize(W).transpose(-2, -1)`` of W ``(G, N, K)`` |
+    | ``w`` | as in :func:`grouped_mm` | :class:`MXTensor` | usually ``quantize(W).mT`` of W ``(G, N, K)`` |
     | ``offs`` | ``(G,)`` | int32, int64 | original group ends; may be left out for 2-D x 2-D (x carries them) |
     | ``bias`` | ``(G, N)`` | bf16, fp16, fp32 | as in :func:`grouped_mm` |
     | ``out_dtype`` | | bf16, fp16, fp32 | of the result |

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -178,7 +180,7 @@ def quantize(
     """
     offs = _checked(x, offs, elem_dtype, scale_mode, layout)
     blocked = layout == "blocked"
-    common = {"block": block, "layout": layout, "shape": x.shape, "orig_dtype": x.dtype}
+    common: dict[str, Any] = {"block": block, "layout": layout, "shape": x.shape, "orig_dtype": x.dtype}
     match checks.block(block):
         case "rowwise":
             q, s = torch.ops.mxmoe.quantize_rowwise(x, offs, blocked, elem_dtype, scale_mode)
@@ -220,7 +222,7 @@ def quantize_both(
     q_row, s_row, q_col, s_col, padded = torch.ops.mxmoe.quantize_both(
         x, offs, layout == "blocked", elem_dtype, scale_mode
     )
-    common = {"layout": layout, "shape": x.shape, "orig_dtype": x.dtype, "source_offs": offs}
+    common: dict[str, Any] = {"layout": layout, "shape": x.shape, "orig_dtype": x.dtype, "source_offs": offs}
     ends = None if offs is None else padded
     return (
         make(q_row, s_row, block="rowwise", offs=offs, **common),

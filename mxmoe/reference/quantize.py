@@ -72,7 +72,7 @@ def _zero_tail(x: Tensor, offs: Tensor | None) -> Tensor:
 
 
 def _padded_index(offs: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Source row of every padded row (``m`` where it is padding), int64 ``(Mp,)``, and the padded ends, int32 ``(G,)``."""
+    """Source row of every padded row (``m``: padding), int64 ``(Mp,)``, and the padded ends, int32 ``(G,)``."""
     ends = groups.safe_ends(offs, m)
     padded = groups.padded_ends(ends)
     mp = shapes.padded_rows(m, offs.numel())
@@ -164,7 +164,7 @@ def dequantize(
     rows: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """qdata * scale, rounded once to ``out_dtype``, row-major; colwise groups go back to their ``rows`` original rows."""
+    """qdata * scale, rounded once to ``out_dtype``, row-major; colwise groups go back to their original rows."""
     m, k = qdata.shape[-2:]
     x = (qdata.float() * _scale_per_element(scale, block, m, k)).to(out_dtype)
     if block == "colwise" and source_offs is not None:
