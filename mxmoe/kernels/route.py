@@ -27,6 +27,7 @@ from ._offline import Case
 TILE = 8192  # (slots of a chunk) x (experts, a power of two): one int32 tile in registers
 SPAN = 512  # slots of a program
 WARPS = 4
+SCAN_WARPS = 8
 
 
 @triton.jit
@@ -82,7 +83,8 @@ def _route_one_kernel(
     count = _count(ids_ptr, 0, M, M, E, E_POW2, CHUNK)
     ends = tl.cumsum(count, 0)
     tl.store(offs_ptr + experts, ends, mask=experts < E)
-    _place(order_ptr, position_ptr, ids_ptr, 0, M, M, E, ends - count, 0, tl.sum(count, 0), E_POW2, CHUNK)
+    none = tl.zeros((), tl.int32)
+    _place(order_ptr, position_ptr, ids_ptr, 0, M, M, E, ends - count, none, tl.sum(count, 0), E_POW2, CHUNK)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -120,7 +122,7 @@ def _route_scan_kernel(
     ends = tl.cumsum(total, 0)
     tl.store(offs_ptr + experts, ends, mask=experts < E)
     next_row = ends - total
-    owned = 0
+    owned = tl.zeros((), tl.int32)
     for p in range(0, P, CHUNK):
         programs = p + tl.arange(0, CHUNK)
         at = programs[:, None] * (E + 1) + experts[None, :]
@@ -168,15 +170,16 @@ def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
     ids = top_k_index.contiguous()
     e_pow2 = triton.next_power_of_2(num_experts)
     chunk = max(16, min(SPAN, TILE // e_pow2))
-    tile = {"E_POW2": e_pow2, "CHUNK": chunk, "num_warps": WARPS}
+    tile = {"E_POW2": e_pow2, "CHUNK": chunk}
     if m <= SPAN:
-        _route_one_kernel[(1,)](offs, order, position, ids, m, num_experts, **tile)
+        _route_one_kernel[(1,)](offs, order, position, ids, m, num_experts, **tile, num_warps=WARPS)
         return offs, order, position
     programs = cdiv(m, SPAN)
     counts = torch.empty((programs, num_experts + 1), dtype=torch.int32, device=device)
-    _route_count_kernel[(programs,)](counts, ids, m, num_experts, SPAN=SPAN, **tile)
-    _route_scan_kernel[(1,)](offs, counts, programs, num_experts, **tile)
-    _route_place_kernel[(programs,)](order, position, ids, counts, offs, m, num_experts, SPAN=SPAN, **tile)
+    _route_count_kernel[(programs,)](counts, ids, m, num_experts, SPAN=SPAN, **tile, num_warps=WARPS)
+    _route_scan_kernel[(1,)](offs, counts, programs, num_experts, **tile, num_warps=SCAN_WARPS)
+    slots = {"SPAN": SPAN, "num_warps": WARPS}
+    _route_place_kernel[(programs,)](order, position, ids, counts, offs, m, num_experts, **slots, **tile)
     return offs, order, position
 
 
