@@ -26,8 +26,8 @@ def tensor(t: object, name: str, dims: tuple[int, ...] | None = None) -> Tensor:
     if _is_dtensor(t):
         raise TypeError(
             f"{name} is a DTensor with placements {getattr(t, 'placements', None)}: grouped GEMMs work on local "
-            f"tensors, pass {name}.to_local() (expert parallelism: the local experts; sharded K is exact only if K / world is a "
-            "multiple of 32)"
+            f"tensors, pass {name}.to_local() (expert parallelism: the local experts; sharded K is exact only if "
+            "K / world is a multiple of 32)"
         )
     if t.dtype not in INPUT_DTYPES:
         raise TypeError(f"{name} must be {_DTYPE_NAMES} (or an MXTensor), got {str(t.dtype).removeprefix('torch.')}")

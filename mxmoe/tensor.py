@@ -146,7 +146,7 @@ def make(
 _Context = tuple[str, str, torch.Size, torch.dtype, bool]
 
 
-def _flatten(t: MXTensor) -> tuple[list[Tensor | None], _Context]:
+def _flatten(t: Any) -> tuple[list[Tensor | None], _Context]:
     return [t.qdata, t.scale, t.offs, t.source_offs], (t.block, t.layout, t.shape, t.orig_dtype, t.k_groups)
 
 

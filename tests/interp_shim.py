@@ -1,8 +1,8 @@
 """Repairs Triton 3.6's interpreter for fp8, bf16 and MX kernels on a CPU. For tests only.
 
 The stock interpreter is wrong without an error (``docs/numerics.md``): float casts to and from bf16 and fp8,
-arithmetic and ``tl.dot`` on bf16, runtime loop bounds under numpy >= 2.4; ``tl.dot_scaled`` is missing. Each is replaced
-by the equivalent of torch on a CPU.
+arithmetic and ``tl.dot`` on bf16, runtime loop bounds under numpy >= 2.4; ``tl.dot_scaled`` is missing. Each is
+replaced by the equivalent of torch on a CPU.
 """
 
 import numpy as np

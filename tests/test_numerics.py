@@ -90,7 +90,8 @@ def test_vectors(name, value, mode, byte, elem, back, block):
         assert t.qdata.view(torch.uint8).flatten()[0] == elem
     y = mxmoe.dequantize(t, torch.float32).flatten()[0].item()
     if back is not None:
-        assert y == back and math.copysign(1, y) == math.copysign(1, back)
+        assert y == back
+        assert math.copysign(1, y) == math.copysign(1, back)
     if name == "1e-40":
         assert abs(y - 1e-40) <= 2.0**-10 * 2.0**-127
 
@@ -101,14 +102,16 @@ def test_957_alone(mode, byte, elem, back):
     x = torch.zeros(1, 32)
     x[0, 0] = 957.0
     t = mxmoe.quantize(x, scale_mode=mode)
-    assert t.scale_bytes.item() == byte and t.qdata.view(torch.uint8)[0, 0] == elem
+    assert t.scale_bytes.item() == byte
+    assert t.qdata.view(torch.uint8)[0, 0] == elem
     assert mxmoe.dequantize(t, torch.float32)[0, 0] == back
 
 
 def test_scale_bytes_decode():
     """Field report 1."""
     got = ref.scale_values(torch.tensor([0, 1, 127, 134, 254, 255], dtype=torch.uint8))
-    assert got[:5].tolist() == [2.0**-127, 2.0**-126, 1.0, 128.0, 2.0**127] and torch.isnan(got[5])
+    assert got[:5].tolist() == [2.0**-127, 2.0**-126, 1.0, 128.0, 2.0**127]
+    assert torch.isnan(got[5])
 
 
 def test_nan_and_inf_stay_in_their_block():
@@ -117,7 +120,8 @@ def test_nan_and_inf_stay_in_their_block():
         clean = mxmoe.quantize(x)
         x[1, 40] = bad
         t = mxmoe.quantize(x)
-        assert t.scale_bytes[1, 1] == 255 and (t.qdata.view(torch.uint8)[1, 32:64] == 0x7F).all()
+        assert t.scale_bytes[1, 1] == 255
+        assert (t.qdata.view(torch.uint8)[1, 32:64] == 0x7F).all()
         assert torch.isnan(mxmoe.dequantize(t)[1, 32:64]).all()
         same = torch.ones(4, 96, dtype=torch.bool)
         same[1, 32:64] = False
@@ -188,10 +192,12 @@ def test_colwise_groups(sizes, tail):
     rows = padded.shape[0]
     want = mxmoe.quantize(padded.t().contiguous())
     mp = shapes.padded_rows(m, len(sizes))
-    assert tuple(t.qdata.shape) == (mp, 40) and (t.qdata.t().is_contiguous() or mp <= 1)
+    assert tuple(t.qdata.shape) == (mp, 40)
+    assert t.qdata.t().is_contiguous() or mp <= 1
     assert_bitwise(t.qdata[:rows].t(), want.qdata, "qdata")
     assert_bitwise(t.scale_bytes[: rows // 32].t(), want.scale_bytes, "scale")
-    assert not t.qdata.view(torch.uint8)[rows:].any() and not t.scale_bytes[rows // 32 :].any()
+    assert not t.qdata.view(torch.uint8)[rows:].any()
+    assert not t.scale_bytes[rows // 32 :].any()
     assert t.offs.tolist() == torch.tensor(padded_sizes).cumsum(0).tolist()
     back = mxmoe.dequantize(t, torch.float32)
     assert back.shape == x.shape
@@ -204,14 +210,16 @@ def test_small_row_beside_a_large_one_of_another_group():
     x = torch.full((65, 32), 448.0)
     x[0] = 2.0**-10
     y = mxmoe.fake_quantize(x, block="colwise", offs=ends([1, 31, 33, 0], "cpu"), dtype=torch.float32)
-    assert (y[0] == 2.0**-10).all() and (y[1:] == 448).all()
+    assert (y[0] == 2.0**-10).all()
+    assert (y[1:] == 448).all()
 
 
 @pytest.mark.parametrize("shape", [(65, 40), (3, 33, 50), (1, 1), (32, 32), (0, 64), (2, 0, 32), (5, 0)])
 def test_round_trip_shapes(shape):
     x = scaled_randn(*shape, dtype=torch.float32, device="cpu")
     row, col = mxmoe.quantize_both(x)
-    assert tuple(row.scale.shape) == shapes.rowwise(shape)[1] and tuple(col.scale.shape) == shapes.colwise(shape)[1]
+    assert tuple(row.scale.shape) == shapes.rowwise(shape)[1]
+    assert tuple(col.scale.shape) == shapes.colwise(shape)[1]
     assert_bitwise(row.qdata, mxmoe.quantize(x).qdata)
     assert_bitwise(col.qdata, mxmoe.quantize(x, block="colwise").qdata)
     # colwise is rowwise of the transposed matrix
@@ -220,7 +228,8 @@ def test_round_trip_shapes(shape):
     assert_bitwise(col.mT.scale, turned.scale)
     for t, source in ((row, x), (col, x), (mxmoe.quantize(x, block="square"), x), (col.mT, x.mT)):
         y = mxmoe.dequantize(t, torch.float32)
-        assert y.shape == source.shape == t.shape and y.is_contiguous()
+        assert y.shape == source.shape == t.shape
+        assert y.is_contiguous()
         if x.numel():
             assert (y - source).norm() <= 0.05 * x.norm()
 
@@ -257,7 +266,8 @@ def test_pytree_and_copies():
     leaves, spec = pytree.tree_flatten(t)
     for other in (pytree.tree_unflatten(leaves, spec), copy.deepcopy(t), pickle.loads(pickle.dumps(t)), t.to("cpu")):
         assert_bitwise(mxmoe.dequantize(other), mxmoe.dequantize(t))
-    assert "colwise" in repr(t) and t.nbytes == t.qdata.numel() + t.scale.numel()
+    assert "colwise" in repr(t)
+    assert t.nbytes == t.qdata.numel() + t.scale.numel()
 
 
 def test_torchao_agrees_where_it_is_right():
@@ -276,20 +286,20 @@ def test_torchao_agrees_where_it_is_right():
 # --- bad input -------------------------------------------------------------------------------------------------------
 X = torch.zeros(64, 32)
 BAD = [
-    (dict(x=[1.0]), TypeError, "x must be a torch.Tensor"),
-    (dict(x=X.double()), TypeError, "float64"),
-    (dict(x=X[0]), ValueError, "2-D or 3-D"),
-    (dict(x=X, block="dim0"), ValueError, "'dim0'"),
-    (dict(x=X, layout="swizzled"), ValueError, "'swizzled'"),
-    (dict(x=X, scale_mode="round"), ValueError, "'round'"),
-    (dict(x=X, elem_dtype=torch.int8), ValueError, "elem_dtype"),
-    (dict(x=X, offs=[32, 64]), TypeError, "offs must be an int32 tensor"),
-    (dict(x=X, offs=torch.tensor([32.0])), TypeError, "float32"),
-    (dict(x=X, offs=torch.tensor([[32]])), ValueError, "1-D"),
-    (dict(x=X, offs=torch.tensor([], dtype=torch.int32)), ValueError, "at least one group"),
-    (dict(x=X[None], offs=torch.tensor([32])), ValueError, "2-D x"),
-    (dict(x=X, block="square", offs=torch.tensor([32])), ValueError, "takes no offs"),
-    (dict(x=X, block="square", layout="blocked"), ValueError, "no blocked layout"),
+    ({"x": [1.0]}, TypeError, "x must be a torch.Tensor"),
+    ({"x": X.double()}, TypeError, "float64"),
+    ({"x": X[0]}, ValueError, "2-D or 3-D"),
+    ({"x": X, "block": "dim0"}, ValueError, "'dim0'"),
+    ({"x": X, "layout": "swizzled"}, ValueError, "'swizzled'"),
+    ({"x": X, "scale_mode": "round"}, ValueError, "'round'"),
+    ({"x": X, "elem_dtype": torch.int8}, ValueError, "elem_dtype"),
+    ({"x": X, "offs": [32, 64]}, TypeError, "offs must be an int32 tensor"),
+    ({"x": X, "offs": torch.tensor([32.0])}, TypeError, "float32"),
+    ({"x": X, "offs": torch.tensor([[32]])}, ValueError, "1-D"),
+    ({"x": X, "offs": torch.tensor([], dtype=torch.int32)}, ValueError, "at least one group"),
+    ({"x": X[None], "offs": torch.tensor([32])}, ValueError, "2-D x"),
+    ({"x": X, "block": "square", "offs": torch.tensor([32])}, ValueError, "takes no offs"),
+    ({"x": X, "block": "square", "layout": "blocked"}, ValueError, "no blocked layout"),
 ]
 
 

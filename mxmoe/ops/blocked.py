@@ -88,7 +88,7 @@ def _to_blocked_m_groups(scale: Tensor, offs: Tensor, method: str) -> Tensor:
 
 @_to_blocked_m_groups.register_fake
 def _(scale: Tensor, offs: Tensor, method: str) -> Tensor:
-    return _buffer(scale, shapes.blocked_m_groups(*scale.shape, offs.shape[0]))
+    return _buffer(scale, shapes.blocked_m_groups(scale.shape[0], scale.shape[1], offs.shape[0]))
 
 
 @torch.library.custom_op("mxmoe::from_blocked_m_groups", mutates_args=(), device_types="cpu")
@@ -108,7 +108,7 @@ def _to_blocked_k_groups(scale: Tensor, offs: Tensor, method: str) -> Tensor:
 
 @_to_blocked_k_groups.register_fake
 def _(scale: Tensor, offs: Tensor, method: str) -> Tensor:
-    return _buffer(scale, shapes.blocked_k_groups(*scale.shape, offs.shape[0]))
+    return _buffer(scale, shapes.blocked_k_groups(scale.shape[0], scale.shape[1], offs.shape[0]))
 
 
 @torch.library.custom_op("mxmoe::from_blocked_k_groups", mutates_args=(), device_types="cpu")

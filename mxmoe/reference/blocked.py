@@ -49,7 +49,7 @@ def from_blocked_experts(blocked: Tensor, rows: int, cols: int) -> Tensor:
 
 def to_blocked_m_groups(scale: Tensor, offs: Tensor, method: str = "parallel") -> Tensor:
     """Groups of rows, each a blocked matrix, one behind the other; the rest of the buffer is zero."""
-    out = scale.new_zeros(shapes.blocked_m_groups(*scale.shape, offs.shape[0]))
+    out = scale.new_zeros(shapes.blocked_m_groups(scale.shape[0], scale.shape[1], offs.shape[0]))
     _put(out, [to_blocked(scale[start:end]) for start, end in _spans(offs, scale.shape[0])])
     return out
 
@@ -66,7 +66,7 @@ def from_blocked_m_groups(blocked: Tensor, offs: Tensor, rows: int, cols: int) -
 
 def to_blocked_k_groups(scale: Tensor, offs: Tensor, method: str = "parallel") -> Tensor:
     """Groups of columns, each a blocked matrix, one behind the other; the rest of the buffer is zero."""
-    out = scale.new_zeros(shapes.blocked_k_groups(*scale.shape, offs.shape[0]))
+    out = scale.new_zeros(shapes.blocked_k_groups(scale.shape[0], scale.shape[1], offs.shape[0]))
     _put(out, [to_blocked(scale[:, start:end]) for start, end in _spans(offs, scale.shape[1])])
     return out
 
