@@ -599,7 +599,7 @@ def supported_input(x: Tensor, offs: Tensor | None, capability: tuple[int, int] 
     if offs is None:
         if m % LOAD_BYTES:  # a column of the result must start on a 16-byte boundary
             return False
-    elif x.ndim != 2 or not 0 < offs.numel() <= MAX_GROUPS:
+    elif x.ndim != 2 or not 0 < offs.numel() <= MAX_GROUPS or not offs.is_contiguous():
         return False
     # Inside a tile, offsets are int32: 128 rows of x, 256 columns of a column-major result.
     groups = 1 if offs is None else offs.numel()
