@@ -25,8 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import shapes
+from .. import device, shapes
 from ..formats import BLOCK, SF_ROWS
+from . import gluon_both
 from ._blocks import aligned, block_rows, store_padded_ends
 from ._e8m0 import constants, quantize_last, quantize_middle
 from ._tiles import SF_TILE, tile_byte
@@ -133,7 +134,19 @@ def _quantize_both_kernel(
 def quantize_both(
     x: Tensor, offs: Tensor | None, blocked: bool, elem_dtype: torch.dtype, scale_mode: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch. Arguments are already checked by ``mxmoe.ops``; see there for the contract."""
+    """Launch. Arguments are already checked by ``mxmoe.ops``; see there for the contract.
+
+    bf16 and fp16 with 16-byte rows on sm_90 and later go to the Gluon form, which gives the same bytes.
+    """
+    if gluon_both.supported(x, offs, blocked, elem_dtype, device.capability(x.device)):
+        return gluon_both.quantize_both(x, offs, blocked, elem_dtype, scale_mode)
+    return quantize_both_triton(x, offs, blocked, elem_dtype, scale_mode)
+
+
+def quantize_both_triton(
+    x: Tensor, offs: Tensor | None, blocked: bool, elem_dtype: torch.dtype, scale_mode: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The kernel of this file: any input, any chip, the interpreter."""
     x = x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
     *_, m, k = x.shape
     batch = x.shape[0] if x.ndim == 3 else 1

@@ -25,8 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import shapes
+from .. import device, shapes
 from ..formats import BLOCK, SF_ROWS
+from . import gluon_colwise
 from ._blocks import aligned, block_rows, store_padded_ends
 from ._e8m0 import constants, quantize_middle
 from ._tiles import k_group_byte
@@ -159,7 +160,19 @@ def _quantize_colwise_kernel(
 def quantize_colwise(
     x: Tensor, offs: Tensor | None, blocked: bool, elem_dtype: torch.dtype, scale_mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch. Arguments are already checked by ``mxmoe.ops``; see there for the contract."""
+    """Launch. Arguments are already checked by ``mxmoe.ops``; see there for the contract.
+
+    bf16 and fp16 with 16-byte rows on sm_90 and later go to the Gluon form, which gives the same bytes.
+    """
+    if gluon_colwise.supported(x, offs, blocked, elem_dtype, device.capability(x.device)):
+        return gluon_colwise.quantize_colwise(x, offs, blocked, elem_dtype, scale_mode)
+    return quantize_colwise_triton(x, offs, blocked, elem_dtype, scale_mode)
+
+
+def quantize_colwise_triton(
+    x: Tensor, offs: Tensor | None, blocked: bool, elem_dtype: torch.dtype, scale_mode: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel of this file: any input, any chip, the interpreter."""
     x = x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
     *_, m, k = x.shape
     batch = x.shape[0] if x.ndim == 3 else 1

@@ -144,6 +144,7 @@ def quantize_rowwise(
     if blocked:
         units = shapes.cdiv(m, SF_ROWS) if groups is None else shapes.blocked_m_groups(m, 1, groups)[0] // SF_ROWS
     block_m, block_k, steps, warps = TILE_GROUPS if blocked and groups is not None else TILE
+    steps = min(steps, shapes.cdiv(k, block_k))
     row_tiles = shapes.cdiv(m, block_m)
     if blocked:
         row_tiles = (units + (groups is not None)) * (SF_ROWS // block_m)
