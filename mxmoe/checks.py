@@ -62,6 +62,12 @@ def offs(value: object, name: str, device: torch.device, groups: int | None = No
 def debug_offs(value: Tensor, total: int, name: str = "offs") -> None:
     """Check the contents of group ends: non-decreasing, within ``[0, total]``. Names the first bad entry.
 
+    | argument | shape | dtype | meaning |
+    |---|---|---|---|
+    | ``value`` | ``(G,)`` | int32, int64 | cumulative group ends |
+    | ``total`` | | int | rows (or columns) there are |
+    | ``name`` | | str | what messages call it |
+
     Opt-in: call it yourself, or set ``MXMOE_DEBUG=1`` to have every call do so. Sync: one device-to-host copy.
     Raises: ``ValueError``.
     """

@@ -138,6 +138,7 @@ def convert(
 def revert(report: ConversionReport) -> None:
     """Undo one :func:`convert`: every module it changed is as it was before. Twice is a no-op.
 
+    Args: ``report``: what :func:`convert` returned.
     Several conversions of one model are undone in the reverse of their order.
     """
     if not isinstance(report, ConversionReport):
