@@ -138,8 +138,8 @@ def convert(
 def revert(report: ConversionReport) -> None:
     """Undo one :func:`convert`: every module it changed is as it was before. Twice is a no-op.
 
-    Args: ``report``: what :func:`convert` returned.
     Several conversions of one model are undone in the reverse of their order.
+    Args: ``report``: what :func:`convert` returned. Raises: ``TypeError`` for anything else.
     """
     if not isinstance(report, ConversionReport):
         raise TypeError(f"revert() takes the ConversionReport that convert() returned, got {type(report).__name__}")
