@@ -9,7 +9,8 @@
 
     Colwise tiles are read column by column and written row by row; padding rows are dropped, rows of no group are zero.
 
-Grid     (row tiles * column tiles, batch), columns fastest.
+Grid     (row tiles * column tiles / STEPS, batch), columns fastest; a program does STEPS column tiles of its rows, so
+         the search for its group is paid once.
 Writes   every element of the result once.
 Traffic  1 + 1/32 bytes read, 2 written (bf16) per element.
 Index    int64 for rows, columns of a column-major qdata, and the batch.
@@ -30,10 +31,11 @@ from ._e8m0 import elem_value, hardware_cast, scale_value
 from .fake_quantize import row_major_output
 from .quantize_colwise import row_units
 
-# (BLOCK_M, BLOCK_K, num_warps)
-TILE_ROWWISE = (8, 512, 4)
-TILE_BLOCKS = (32, 128, 4)
-TILE_COLUMN_MAJOR = (64, 64, 4)
+# (BLOCK_M, BLOCK_K, STEPS, num_warps); _GROUPS: with groups, column-major.
+TILE_ROWWISE = (8, 512, 1, 4)
+TILE_ROW_MAJOR = (32, 128, 1, 4)
+TILE_COLUMN_MAJOR = (64, 64, 1, 4)
+TILE_GROUPS = (64, 64, 4, 4)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -53,36 +55,40 @@ def _dequantize_rowwise_kernel(
     stride_sk,
     E5M2: tl.constexpr,
     HW: tl.constexpr,
-    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
+    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K * STEPS
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    # 1. Which tile am I?
+    # 1. Which tiles are mine?
     NK: tl.constexpr = BLOCK_K // 32
     pid = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    col_tiles = tl.cdiv(K, BLOCK_K)
+    col_programs = tl.cdiv(K, BLOCK_K * STEPS)
 
     # 2. Coordinates.
-    rows = (pid // col_tiles * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    first_col = pid % col_tiles * BLOCK_K
-    cols = (first_col + tl.arange(0, BLOCK_K))[None, :]
-    c = (first_col // 32 + tl.arange(0, NK))[None, :]
+    rows = (pid // col_programs * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     row = rows.to(tl.int64)
+    q_row = q_ptr + batch * stride_qb + row * stride_qm
+    scale_row = scale_ptr + batch * stride_sb + row * stride_sm
+    out_row = out_ptr + batch * stride_ob + row * stride_om
 
-    # 3. Load.
-    keep = rows < M
-    keep_scale = keep
-    if not EVEN_K:
-        keep = keep & (cols < K)
-        keep_scale = keep_scale & (c < (K + 31) // 32)
-    q = tl.load(q_ptr + batch * stride_qb + row * stride_qm + cols.to(tl.int64) * stride_qk, mask=keep, other=0)
-    byte = tl.load(scale_ptr + batch * stride_sb + row * stride_sm + c * stride_sk, mask=keep_scale, other=0)
+    for step in tl.range(STEPS):
+        # 3. Load.
+        first_col = (pid % col_programs * STEPS + step) * BLOCK_K
+        cols = (first_col + tl.arange(0, BLOCK_K))[None, :]
+        c = (first_col // 32 + tl.arange(0, NK))[None, :]
+        keep = rows < M
+        keep_scale = keep
+        if not EVEN_K:
+            keep = keep & (cols < K)
+            keep_scale = keep_scale & (c < (K + 31) // 32)
+        q = tl.load(q_row + cols.to(tl.int64) * stride_qk, mask=keep, other=0)
+        byte = tl.load(scale_row + c.to(tl.int64) * stride_sk, mask=keep_scale, other=0)
 
-    # 4. Expand, store.
-    y = elem_value(tl.reshape(q, (BLOCK_M, NK, 32)), E5M2, HW) * scale_value(byte)[:, :, None]
-    y = tl.reshape(y.to(out_ptr.dtype.element_ty), (BLOCK_M, BLOCK_K))
-    tl.store(out_ptr + batch * stride_ob + row * stride_om + cols, y, mask=keep)
+        # 4. Expand, store.
+        y = elem_value(tl.reshape(q, (BLOCK_M, NK, 32)), E5M2, HW) * scale_value(byte)[:, :, None]
+        tl.store(out_row + cols, tl.reshape(y.to(out_ptr.dtype.element_ty), (BLOCK_M, BLOCK_K)), mask=keep)
 
 
 @triton.jit(do_not_specialize=["M", "MP", "G"])
@@ -108,18 +114,18 @@ def _dequantize_blocks_kernel(
     SQUARE: tl.constexpr,
     E5M2: tl.constexpr,
     HW: tl.constexpr,
-    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
+    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K * STEPS
     ALIGNED: tl.constexpr,  # MP is a multiple of 16
     NB: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    # 1. Which tile am I?
+    # 1. Which tiles are mine?
     NK: tl.constexpr = BLOCK_K // 32
     pid = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    col_tiles = tl.cdiv(K, BLOCK_K)
-    tile = pid // col_tiles
-    first_col = pid % col_tiles * BLOCK_K
+    col_programs = tl.cdiv(K, BLOCK_K * STEPS)
+    tile = pid // col_programs
 
     # 2. Coordinates: where each block of padded rows lies in qdata (dst) and in the result (src).
     MP = aligned(MP, ALIGNED)
@@ -127,32 +133,32 @@ def _dequantize_blocks_kernel(
     r = tl.arange(0, 32)[None, :, None]
     rows = src[:, None, None] + r
     q_rows = dst[:, None, None] + r
-    cols = (first_col + tl.arange(0, BLOCK_K))[None, None, :]
     keep = rows < keep_end
     # Whole blocks are read (the bounds of a vector): padding rows are dropped at the store, rows of no group are zeros.
     live = (src < live_end)[:, None, None] & (q_rows < dst_end[:, None, None])
-    if not EVEN_K:
-        keep = keep & (cols < K)
-        live = live & (cols < K)
-
-    # 3. Load.
-    at = batch * stride_qb + q_rows.to(tl.int64) * stride_qm + cols.to(tl.int64) * stride_qk
-    q = tl.load(q_ptr + at, mask=live, other=0)
-    b = (dst // 32)[:, None]
     some = (src < live_end)[:, None]
-    scale_row = scale_ptr + batch * stride_sb + b.to(tl.int64) * stride_sm
+    q_row = q_ptr + batch * stride_qb + q_rows.to(tl.int64) * stride_qm
+    out_row = out_ptr + batch * stride_ob + rows.to(tl.int64) * stride_om
+    scale_row = scale_ptr + batch * stride_sb + (dst // 32)[:, None].to(tl.int64) * stride_sm
 
-    # 4. Expand, store.
-    if SQUARE:
-        c = (first_col // 32 + tl.arange(0, NK))[None, :]
-        byte = tl.load(scale_row + c * stride_sk, mask=some & (c < (K + 31) // 32), other=0)
-        y = elem_value(tl.reshape(q, (NB, 32, NK, 32)), E5M2, HW) * scale_value(byte)[:, None, :, None]
-        y = tl.reshape(y.to(out_ptr.dtype.element_ty), (NB, 32, BLOCK_K))
-    else:
-        c = (first_col + tl.arange(0, BLOCK_K))[None, :]
-        byte = tl.load(scale_row + c.to(tl.int64) * stride_sk, mask=some & (c < K), other=0)
-        y = (elem_value(q, E5M2, HW) * scale_value(byte)[:, None, :]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + batch * stride_ob + rows.to(tl.int64) * stride_om + cols, y, mask=keep)
+    for step in tl.range(STEPS):
+        # 3. Load.
+        first_col = (pid % col_programs * STEPS + step) * BLOCK_K
+        cols = (first_col + tl.arange(0, BLOCK_K))[None, None, :]
+        here = (cols < K) if not EVEN_K else True
+        q = tl.load(q_row + cols.to(tl.int64) * stride_qk, mask=live & here, other=0)
+
+        # 4. Expand, store.
+        if SQUARE:
+            c = (first_col // 32 + tl.arange(0, NK))[None, :]
+            byte = tl.load(scale_row + c * stride_sk, mask=some & (c < (K + 31) // 32), other=0)
+            y = elem_value(tl.reshape(q, (NB, 32, NK, 32)), E5M2, HW) * scale_value(byte)[:, None, :, None]
+            y = tl.reshape(y.to(out_ptr.dtype.element_ty), (NB, 32, BLOCK_K))
+        else:
+            c = (first_col + tl.arange(0, BLOCK_K))[None, :]
+            byte = tl.load(scale_row + c.to(tl.int64) * stride_sk, mask=some & (c < K), other=0)
+            y = (elem_value(q, E5M2, HW) * scale_value(byte)[:, None, :]).to(out_ptr.dtype.element_ty)
+        tl.store(out_row + cols, y, mask=keep & here)
 
 
 def dequantize(
@@ -190,19 +196,17 @@ def dequantize(
         "HW": hardware_cast(qdata.device),
     }
     q = qdata.view(torch.uint8)
-    if block == "rowwise":
-        block_m, block_k, warps = TILE_ROWWISE
-    else:
-        block_m, block_k, warps = TILE_BLOCKS if qdata.stride(-1) == 1 else TILE_COLUMN_MAJOR
-    col_tiles = shapes.cdiv(k, block_k)
+    block_m, block_k, steps, warps = _tile(block, grouped, column_major=qdata.stride(-1) != 1)
+    steps = min(steps, shapes.cdiv(k, block_k))
+    sizes |= {"EVEN_K": k % (block_k * steps) == 0, "BLOCK_K": block_k, "STEPS": steps, "num_warps": warps}
+    col_programs = shapes.cdiv(k, block_k * steps)
     batch = qdata.shape[0] if batched else 1
     if block == "rowwise":
-        _dequantize_rowwise_kernel[(shapes.cdiv(m, block_m) * col_tiles, batch)](
-            out, q, scale, m, k, **sizes, EVEN_K=k % block_k == 0, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps
-        )
+        grid = (shapes.cdiv(m, block_m) * col_programs, batch)
+        _dequantize_rowwise_kernel[grid](out, q, scale, m, k, **sizes, BLOCK_M=block_m)
         return out
     groups = source_offs.shape[0] if grouped else None
-    _dequantize_blocks_kernel[(row_units(m, groups, block_m) * col_tiles, batch)](
+    _dequantize_blocks_kernel[(row_units(m, groups, block_m) * col_programs, batch)](
         out,
         q,
         scale,
@@ -215,10 +219,15 @@ def dequantize(
         G_POW2=triton.next_power_of_2(groups or 1),
         GROUPED=grouped,
         SQUARE=block == "square",
-        EVEN_K=k % block_k == 0,
         ALIGNED=mp % 16 == 0,
         NB=block_m // BLOCK,
-        BLOCK_K=block_k,
-        num_warps=warps,
     )
     return out
+
+
+def _tile(block: str, grouped: bool, column_major: bool) -> tuple[int, int, int, int]:
+    if block == "rowwise":
+        return TILE_ROWWISE
+    if grouped:
+        return TILE_GROUPS
+    return TILE_COLUMN_MAJOR if column_major else TILE_ROW_MAJOR

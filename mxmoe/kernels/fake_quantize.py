@@ -8,7 +8,8 @@
 
     Colwise blocks restart at every group (``_blocks.py``); nothing is padded, since the result is no fp8 operand.
 
-Grid     (row tiles * column tiles, batch), columns fastest.
+Grid     (row tiles * column tiles / STEPS, batch), columns fastest; a program does STEPS column tiles of its rows, so
+         the search for its group is paid once.
 Writes   every element of the result once; rows of no group are zero.
 Traffic  bf16: 2 bytes read, 2 written per element and direction.
 Index    int64 for rows and the batch.
@@ -29,11 +30,14 @@ from ._e8m0 import constants, elem_value, quantize_last, quantize_middle, quanti
 from ._groups import last_end
 from .quantize_colwise import load_blocks, row_units
 
-# (BLOCK_M, BLOCK_K, num_warps)
-TILE_ROWWISE = (8, 512, 4)
-TILE_COLWISE = (32, 128, 4)
-TILE_BOTH = (32, 128, 4)
-TILE_SQUARE = (32, 128, 4)
+# (BLOCK_M, BLOCK_K, STEPS, num_warps); _GROUPS: with offs.
+TILE_ROWWISE = (8, 512, 1, 4)
+TILE_ROWWISE_GROUPS = (8, 512, 1, 4)
+TILE_COLWISE = (32, 128, 1, 4)
+TILE_COLWISE_GROUPS = (32, 128, 4, 4)
+TILE_BOTH = (32, 128, 1, 4)
+TILE_BOTH_GROUPS = (32, 128, 4, 4)
+TILE_SQUARE = (32, 128, 1, 4)
 
 KINDS = {"colwise": 0, "both": 1, "square": 2}
 
@@ -55,37 +59,41 @@ def _fake_rowwise_kernel(
     E5M2: tl.constexpr,
     THRESH: tl.constexpr,
     HW: tl.constexpr,
-    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
+    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K * STEPS
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    # 1. Which tile am I?
+    # 1. Which tiles are mine?
     NK: tl.constexpr = BLOCK_K // 32
     pid = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    col_tiles = tl.cdiv(K, BLOCK_K)
+    col_programs = tl.cdiv(K, BLOCK_K * STEPS)
+    first_col = (pid % col_programs) * (BLOCK_K * STEPS)
 
     # 2. Coordinates.
-    rows = (pid // col_tiles * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-    cols = (pid % col_tiles * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    rows = (pid // col_programs * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     live_end = M
     if GROUPED:
         live_end = last_end(offs_ptr, G, M, G_POW2)
-    row = rows.to(tl.int64)
+    x_row = x_ptr + batch * stride_xb + rows.to(tl.int64) * stride_xm
+    out_row = out_ptr + batch * stride_ob + rows.to(tl.int64) * stride_om
 
-    # 3. Load; what is not data is zero.
-    live = rows < live_end
-    keep = rows < M
-    if not EVEN_K:
-        live = live & (cols < K)
-        keep = keep & (cols < K)
-    x = tl.load(x_ptr + batch * stride_xb + row * stride_xm + cols, mask=live, other=0)
-    q, byte = quantize_last(x, E5M2, THRESH, HW)
-    q = tl.reshape(q, (BLOCK_M, NK, 32))
-    y = tl.reshape(elem_value(q, E5M2, HW) * scale_value(byte)[:, :, None], (BLOCK_M, BLOCK_K))
+    for step in tl.range(STEPS):
+        # 3. Load; what is not data is zero.
+        cols = (first_col + step * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+        live = rows < live_end
+        keep = rows < M
+        if not EVEN_K:
+            live = live & (cols < K)
+            keep = keep & (cols < K)
+        x = tl.load(x_row + cols, mask=live, other=0)
+        q, byte = quantize_last(x, E5M2, THRESH, HW)
+        q = tl.reshape(q, (BLOCK_M, NK, 32))
+        y = tl.reshape(elem_value(q, E5M2, HW) * scale_value(byte)[:, :, None], (BLOCK_M, BLOCK_K))
 
-    # 4. Store.
-    tl.store(out_ptr + batch * stride_ob + row * stride_om + cols, y.to(out_ptr.dtype.element_ty), mask=keep)
+        # 4. Store.
+        tl.store(out_row + cols, y.to(out_ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit(do_not_specialize=["M", "G"])
@@ -107,44 +115,46 @@ def _fake_blocks_kernel(
     E5M2: tl.constexpr,
     THRESH: tl.constexpr,
     HW: tl.constexpr,
-    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
+    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K * STEPS
     NB: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    # 1. Which tile am I?
+    # 1. Which tiles are mine?
     NK: tl.constexpr = BLOCK_K // 32
     pid = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    col_tiles = tl.cdiv(K, BLOCK_K)
-    tile = pid // col_tiles
-    first_col = pid % col_tiles * BLOCK_K
+    col_programs = tl.cdiv(K, BLOCK_K * STEPS)
+    tile = pid // col_programs
 
     # 2. Coordinates: rows of x of each block; slack blocks take the rows of no group.
     src, live_end, keep_end, _, _, _, _ = block_rows(tile, offs_ptr, M, M, G, G_POW2, GROUPED, NB)
     rows = (src[:, None] + tl.arange(0, 32)[None, :])[:, :, None]
-    cols = (first_col + tl.arange(0, BLOCK_K))[None, None, :]
-    keep = rows < keep_end
-    if not EVEN_K:
-        keep = keep & (cols < K)
-    at = batch * stride_ob + rows.to(tl.int64) * stride_om + cols
+    out_row = batch * stride_ob + rows.to(tl.int64) * stride_om
 
-    # 3. Load; what is not data is zero.
-    x = load_blocks(x_ptr + batch * stride_xb, src, live_end, stride_xm, first_col, K, EVEN_K, BLOCK_K)
+    for step in tl.range(STEPS):
+        # 3. Load; what is not data is zero.
+        first_col = (pid % col_programs * STEPS + step) * BLOCK_K
+        x = load_blocks(x_ptr + batch * stride_xb, src, live_end, stride_xm, first_col, K, EVEN_K, BLOCK_K)
 
-    # 4. Quantize, expand, store.
-    if KIND == 1:
-        q, byte = quantize_last(tl.reshape(x, (NB * 32, BLOCK_K)), E5M2, THRESH, HW)
-        q = tl.reshape(q, (NB * 32, NK, 32))
-        y = tl.reshape(elem_value(q, E5M2, HW) * scale_value(byte)[:, :, None], (NB, 32, BLOCK_K))
-        tl.store(row_ptr + at, y.to(row_ptr.dtype.element_ty), mask=keep)
-    if KIND == 2:
-        q, byte = quantize_tile(x, E5M2, THRESH, HW)
-        q = tl.reshape(q, (NB, 32, NK, 32))
-        y = tl.reshape(elem_value(q, E5M2, HW) * scale_value(byte)[:, None, :, None], (NB, 32, BLOCK_K))
-    else:
-        q, byte = quantize_middle(x, E5M2, THRESH, HW)
-        y = elem_value(q, E5M2, HW) * scale_value(byte)[:, None, :]
-    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=keep)
+        # 4. Quantize, expand, store.
+        cols = (first_col + tl.arange(0, BLOCK_K))[None, None, :]
+        keep = rows < keep_end
+        if not EVEN_K:
+            keep = keep & (cols < K)
+        if KIND == 1:
+            q, byte = quantize_last(tl.reshape(x, (NB * 32, BLOCK_K)), E5M2, THRESH, HW)
+            q = tl.reshape(q, (NB * 32, NK, 32))
+            y = tl.reshape(elem_value(q, E5M2, HW) * scale_value(byte)[:, :, None], (NB, 32, BLOCK_K))
+            tl.store(row_ptr + out_row + cols, y.to(row_ptr.dtype.element_ty), mask=keep)
+        if KIND == 2:
+            q, byte = quantize_tile(x, E5M2, THRESH, HW)
+            q = tl.reshape(q, (NB, 32, NK, 32))
+            y = tl.reshape(elem_value(q, E5M2, HW) * scale_value(byte)[:, None, :, None], (NB, 32, BLOCK_K))
+        else:
+            q, byte = quantize_middle(x, E5M2, THRESH, HW)
+            y = elem_value(q, E5M2, HW) * scale_value(byte)[:, None, :]
+        tl.store(out_ptr + out_row + cols, y.to(out_ptr.dtype.element_ty), mask=keep)
 
 
 def fake_quantize(
@@ -166,12 +176,13 @@ def fake_quantize(
     if not out.numel():
         return out
     if block != "rowwise":
-        tile = TILE_SQUARE if block == "square" else TILE_COLWISE
+        tile = TILE_SQUARE if block == "square" else TILE_COLWISE if offs is None else TILE_COLWISE_GROUPS
         _launch_blocks(KINDS[block], None, out, x, offs, elem_dtype, scale_mode, tile)
         return out
-    block_m, block_k, warps = TILE_ROWWISE
+    block_m, block_k, steps, warps = TILE_ROWWISE if offs is None else TILE_ROWWISE_GROUPS
     *_, m, k = x.shape
-    grid = (shapes.cdiv(m, block_m) * shapes.cdiv(k, block_k), x.shape[0] if x.ndim == 3 else 1)
+    steps = min(steps, shapes.cdiv(k, block_k))
+    grid = (shapes.cdiv(m, block_m) * shapes.cdiv(k, block_k * steps), x.shape[0] if x.ndim == 3 else 1)
     _fake_rowwise_kernel[grid](
         out,
         x,
@@ -185,9 +196,10 @@ def fake_quantize(
         x.stride(-2),
         G_POW2=1 if offs is None else triton.next_power_of_2(offs.shape[0]),
         GROUPED=offs is not None,
-        EVEN_K=k % block_k == 0,
+        EVEN_K=k % (block_k * steps) == 0,
         BLOCK_M=block_m,
         BLOCK_K=block_k,
+        STEPS=steps,
         num_warps=warps,
         **constants(elem_dtype, scale_mode, x.device),
     )
@@ -208,7 +220,8 @@ def fake_quantize_both(
     row = row_major_output(x.shape, out_dtype, x.device, row_stride)
     col = row_major_output(x.shape, out_dtype, x.device, row_stride)
     if row.numel():
-        _launch_blocks(KINDS["both"], row, col, x, offs, elem_dtype, scale_mode, TILE_BOTH)
+        tile = TILE_BOTH if offs is None else TILE_BOTH_GROUPS
+        _launch_blocks(KINDS["both"], row, col, x, offs, elem_dtype, scale_mode, tile)
     return row, col
 
 
@@ -220,12 +233,13 @@ def _launch_blocks(
     offs: Tensor | None,
     elem_dtype: torch.dtype,
     scale_mode: str,
-    tile: tuple[int, int, int],
+    tile: tuple[int, int, int, int],
 ) -> None:
-    block_m, block_k, warps = tile
+    block_m, block_k, steps, warps = tile
     *_, m, k = x.shape
+    steps = min(steps, shapes.cdiv(k, block_k))
     groups = None if offs is None else offs.shape[0]
-    grid = (row_units(m, groups, block_m) * shapes.cdiv(k, block_k), x.shape[0] if x.ndim == 3 else 1)
+    grid = (row_units(m, groups, block_m) * shapes.cdiv(k, block_k * steps), x.shape[0] if x.ndim == 3 else 1)
     _fake_blocks_kernel[grid](
         row,
         out,
@@ -241,9 +255,10 @@ def _launch_blocks(
         G_POW2=triton.next_power_of_2(groups or 1),
         GROUPED=offs is not None,
         KIND=kind,
-        EVEN_K=k % block_k == 0,
+        EVEN_K=k % (block_k * steps) == 0,
         NB=block_m // BLOCK,
         BLOCK_K=block_k,
+        STEPS=steps,
         num_warps=warps,
         **constants(elem_dtype, scale_mode, x.device),
     )
