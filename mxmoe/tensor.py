@@ -150,8 +150,8 @@ def _flatten(t: Any) -> tuple[list[Tensor | None], _Context]:
     return [t.qdata, t.scale, t.offs, t.source_offs], (t.block, t.layout, t.shape, t.orig_dtype, t.k_groups)
 
 
-def _unflatten(leaves: object, context: _Context) -> MXTensor:
-    qdata, scale, offs, source_offs = leaves  # type: ignore[misc]
+def _unflatten(leaves: Any, context: _Context) -> MXTensor:
+    qdata, scale, offs, source_offs = leaves
     block, layout, shape, orig_dtype, k_groups = context
     return MXTensor(qdata, scale, block, layout, shape, orig_dtype, offs, source_offs, k_groups)
 

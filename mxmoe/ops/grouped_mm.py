@@ -305,8 +305,8 @@ def _flat(t: Tensor | MXTensor, along: str, name: str) -> _Flat:
     if t.block != along:
         raise ValueError(
             f"{name} is quantized {t.block}, but this GEMM contracts over its "
-            f'{"last" if along == "rowwise" else "first"} dim and needs blocks along it: quantize(..., block="{along}"), '
-            "or pass a transposed MXTensor"
+            f"{'last' if along == 'rowwise' else 'first'} dim and needs blocks along it: "
+            f'quantize(..., block="{along}"), or pass a transposed MXTensor'
         )
     return _Flat(t.qdata, plain_scale(t), t.shape, t.offs if t.k_groups else None)
 

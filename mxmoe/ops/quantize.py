@@ -51,7 +51,10 @@ def _quantize_colwise(
 @_quantize_colwise.register_fake
 def _(x, offs, blocked, elem_dtype, scale_mode):  # type: ignore[no-untyped-def]
     groups = None if offs is None else offs.shape[0]
-    q_shape, s_shape = shapes.colwise(x.shape) if groups is None else shapes.colwise_groups(x.shape[0], x.shape[1], groups)
+    if groups is None:
+        q_shape, s_shape = shapes.colwise(x.shape)
+    else:
+        q_shape, s_shape = shapes.colwise_groups(x.shape[0], x.shape[1], groups)
     q = _empty(q_shape, elem_dtype, x, column_major=True)
     if blocked:
         return q, _empty(shapes.colwise_blocked_scale(x.shape, groups), _U8, x), _padded_ends(x, offs)
