@@ -229,7 +229,7 @@ def plot(env: dict[str, Any], rows: list[dict[str, Any]], path: str) -> None:
         axis.set_title({"k_groups": "K groups", "m_groups": "M groups", "experts": "experts"}[op], fontsize=10)
         axis.grid(axis="y", alpha=0.3)
     axes[0][0].set_ylabel("GB/s (read + written), cold L2")
-    axes[0][-1].legend(fontsize=8)
+    axes[0][0].legend(fontsize=8)
     figure.suptitle(f"Scale layout, {env.get('gpu')}, commit {env.get('commit')}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=150)

@@ -137,8 +137,7 @@ for _op, _name in (
 # --- checks ----------------------------------------------------------------------------------------------------------
 def _check_scale(value: Tensor, name: str, ndim: int, letters: str) -> Tensor:
     """A uint8 view of a scale tensor of ``ndim`` dims."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    _check_tensor(value, name)
     if value.ndim != ndim:
         raise ValueError(f"{name} must be {ndim}-D {letters}, got shape {tuple(value.shape)}")
     if value.dtype == torch.uint8:
@@ -148,16 +147,15 @@ def _check_scale(value: Tensor, name: str, ndim: int, letters: str) -> Tensor:
     raise TypeError(f"{name} must be float8_e8m0fnu or uint8, got {str(value.dtype).removeprefix('torch.')}")
 
 
-def _check_blocked(value: Tensor, shape: tuple[int, ...], expected_from: str) -> Tensor:
+def _check_blocked(value: Tensor, shape: tuple[int, ...], rows: int, cols: int, what: str) -> Tensor:
     """A uint8 view, of shape ``shape``, of a blocked buffer; a flat buffer of as many bytes will do."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"blocked must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in (torch.uint8, SCALE_DTYPE):
         raise TypeError(f"blocked must be float8_e8m0fnu or uint8, got {str(value.dtype).removeprefix('torch.')}")
-    if value.ndim != 1 and tuple(value.shape) != shape or value.ndim == 1 and value.numel() != _product(shape):
+    fits = value.numel() == _product(shape) if value.ndim == 1 else tuple(value.shape) == shape
+    if not fits:  # the text is built here only: formatting a size makes torch.compile treat it as a constant
         raise ValueError(
-            f"blocked must have shape {shape} (or be flat with as many bytes), the blocked form of {expected_from}; "
-            f"got {tuple(value.shape)}"
+            f"blocked must have shape {shape} (or be flat with as many bytes), the blocked form of {what} of "
+            f"(rows, cols) = ({rows}, {cols}); got {tuple(value.shape)}"
         )
     return (value if value.dtype == torch.uint8 else value.view(torch.uint8)).reshape(shape)
 
@@ -167,6 +165,11 @@ def _product(shape: tuple[int, ...]) -> int:
     for size in shape:
         n *= size
     return n
+
+
+def _check_tensor(value: object, name: str) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 
 def _check_size(value: int, name: str) -> None:
@@ -218,7 +221,8 @@ def from_blocked(blocked: Tensor, rows: int, cols: int) -> Tensor:
     """
     _check_size(rows, "rows")
     _check_size(cols, "cols")
-    data = _check_blocked(blocked, shapes.blocked(rows, cols), f"(rows, cols) = ({rows}, {cols})")
+    _check_tensor(blocked, "blocked")
+    data = _check_blocked(blocked, shapes.blocked(rows, cols), rows, cols, "one matrix")
     return _like(_from_blocked(data, rows, cols), blocked.dtype)
 
 
@@ -253,7 +257,7 @@ def from_blocked_experts(blocked: Tensor, rows: int, cols: int) -> Tensor:
     _check_size(cols, "cols")
     data = _check_scale(blocked, "blocked", 2, "(G, bytes of one expert)")
     shape = shapes.blocked_experts(data.shape[0], rows, cols)
-    data = _check_blocked(data, shape, f"{data.shape[0]} experts of (rows, cols) = ({rows}, {cols})")
+    data = _check_blocked(data, shape, rows, cols, "experts")
     return _like(_from_blocked_experts(data, rows, cols), blocked.dtype)
 
 
@@ -296,12 +300,10 @@ def from_blocked_m_groups(blocked: Tensor, offs: Tensor, rows: int, cols: int) -
     """
     _check_size(rows, "rows")
     _check_size(cols, "cols")
-    if not isinstance(blocked, Tensor):
-        raise TypeError(f"blocked must be a torch.Tensor, got {type(blocked).__name__}")
+    _check_tensor(blocked, "blocked")
     offs = checks.offs(offs, "offs", blocked.device)
-    groups = offs.shape[0]
-    shape = shapes.blocked_m_groups(rows, cols, groups)
-    data = _check_blocked(blocked, shape, f"(rows, cols) = ({rows}, {cols}) in {groups} row groups")
+    shape = shapes.blocked_m_groups(rows, cols, offs.shape[0])
+    data = _check_blocked(blocked, shape, rows, cols, "row groups")
     return _like(_from_blocked_m_groups(data, offs, rows, cols), blocked.dtype)
 
 
@@ -344,10 +346,8 @@ def from_blocked_k_groups(blocked: Tensor, offs: Tensor, rows: int, cols: int) -
     """
     _check_size(rows, "rows")
     _check_size(cols, "cols")
-    if not isinstance(blocked, Tensor):
-        raise TypeError(f"blocked must be a torch.Tensor, got {type(blocked).__name__}")
+    _check_tensor(blocked, "blocked")
     offs = checks.offs(offs, "offs", blocked.device)
-    groups = offs.shape[0]
-    shape = shapes.blocked_k_groups(rows, cols, groups)
-    data = _check_blocked(blocked, shape, f"(rows, cols) = ({rows}, {cols}) in {groups} column groups")
+    shape = shapes.blocked_k_groups(rows, cols, offs.shape[0])
+    data = _check_blocked(blocked, shape, rows, cols, "column groups")
     return _like(_from_blocked_k_groups(data, offs, rows, cols), blocked.dtype)
