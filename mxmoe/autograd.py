@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .ops import bf16_grouped_mm as _bf16_ops  # noqa: F401  (defines the ops)
 from .ops import grouped_mm as _ops  # noqa: F401
+from .ops import moe as _moe_ops  # noqa: F401
 from .recipe import MXRecipe
 
 
@@ -117,3 +118,58 @@ def _bf16_k_groups_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
 
 
 torch.library.register_autograd("mxmoe::bf16_mm_k_groups", _bf16_k_groups_backward, setup_context=_bf16_k_groups_setup)
+
+
+# --- expert layer ----------------------------------------------------------------------------------------------------
+def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, weights, position, offs = inputs
+    if weights is not None and any(ctx.needs_input_grad):
+        raise NotImplementedError("moe_gather with weights has no gradient: it is the backward of moe_combine")
+    ctx.save_for_backward(position, offs)
+
+
+def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    position, offs = ctx.saved_tensors
+    return torch.ops.mxmoe.moe_combine(grad, None, position, offs), None, None, None
+
+
+torch.library.register_autograd("mxmoe::moe_gather", _gather_backward, setup_context=_gather_setup)
+
+
+def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, weights, position, offs = inputs
+    need_weights = weights is not None and ctx.needs_input_grad[1]
+    ctx.save_for_backward(rows if need_weights else None, weights, position, offs)
+
+
+def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    rows, weights, position, offs = ctx.saved_tensors
+    d_rows = d_weights = None
+    if ctx.needs_input_grad[0]:
+        d_rows = torch.ops.mxmoe.moe_gather(grad, weights, position, offs)
+    if rows is not None:
+        d_weights = torch.ops.mxmoe.moe_combine_weights_grad(grad, rows, position, offs).to(weights.dtype)
+    return d_rows, d_weights, None, None
+
+
+torch.library.register_autograd("mxmoe::moe_combine", _combine_backward, setup_context=_combine_setup)
+
+
+def _experts_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, _, weights, up, up_scale, down, down_scale, recipe, _ = inputs
+    ctx.set_materialize_grads(False)  # or a gradient of zeros is made for gate_up
+    ctx.save_for_backward(x, weights, up, up_scale, down, down_scale, *output[1:])
+    ctx.recipe = recipe
+    needs = ctx.needs_input_grad
+    ctx.needs = (needs[0], needs[2], needs[3] and up_scale is None, needs[5] and down_scale is None)
+
+
+def _experts_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 9
+    found = torch.ops.mxmoe.moe_experts_backward(grad, *ctx.saved_tensors, ctx.recipe, *ctx.needs)
+    dx, d_weights, d_up, d_down = (g if need else None for g, need in zip(found, ctx.needs, strict=True))
+    return dx, None, d_weights, d_up, None, d_down, None, None, None
+
+
+torch.library.register_autograd("mxmoe::moe_experts", _experts_backward, setup_context=_experts_setup)

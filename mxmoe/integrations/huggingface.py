@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import mxmoe
 
-from ..nn.experts import ExpertWeights, experts_forward
+from ..nn.experts import ExpertWeights, experts_forward, swiglu_experts
 from ..recipe import MXRecipe
 
 NAME = "mxmoe"
@@ -71,6 +71,7 @@ def mxmoe_experts_forward(
     Returns: ``(T, H)``. Sync: none. Gradient: to the tokens, the routing weights, weights and biases.
     """
     recipe = getattr(self, RECIPE_ATTRIBUTE, None) or recipe
+    dtype = hidden_states.dtype
     up = "gate_up_proj" if self.has_gate else "up_proj"
     weights = ExpertWeights(
         up=getattr(self, up),
@@ -79,15 +80,42 @@ def mxmoe_experts_forward(
         down_bias=self.down_proj_bias if self.has_bias else None,
         transposed=self.is_transposed,
     )
+    x = _as_weight_dtype(hidden_states, weights.up)
+    if unfused_reason(self) is None:
+        return swiglu_experts(x, top_k_index, top_k_weights, weights, recipe=recipe).to(dtype)
     return experts_forward(
-        _as_weight_dtype(hidden_states, weights.up),
+        x,
         top_k_index,
         top_k_weights,
         weights,
         num_experts=self.num_experts,
         activate=self._apply_gate if self.has_gate else self.act_fn,
         grouped_mm=functools.partial(_grouped_mm, recipe=recipe),
-    ).to(hidden_states.dtype)
+    ).to(dtype)
+
+
+def unfused_reason(module: nn.Module) -> str | None:
+    """Why the fused SwiGLU layer does not fit an experts module; None where it does."""
+    if not module.has_gate:
+        return "no gate"
+    if module.has_bias:
+        return "biases"
+    if not module.is_concatenated:
+        return "gate and up interleaved"
+    if type(module)._apply_gate is not _default_gate():
+        return "a gate of its own"
+    if not isinstance(module.act_fn, nn.SiLU) and type(module.act_fn).__name__ != "SiLUActivation":
+        return f"activation {type(module.act_fn).__name__}"
+    if any(hasattr(p, "placements") for p in module.parameters(recurse=False)):
+        return "DTensor weights"
+    return None
+
+
+@functools.cache
+def _default_gate() -> Any:
+    from transformers.integrations.moe import _default_apply_gate
+
+    return _default_apply_gate
 
 
 def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, *, recipe: MXRecipe | None) -> Tensor:

@@ -7,6 +7,7 @@
      |    |    |    |  ---->  | round |             -> weight * silu(gate) * up, along the 32 rows   (M, I)  for wgrad
      +----+    +----+         +-------+             -> gradient of the weight of every row
 
+Results have the dtype of gate_up before they are rounded: the same bytes as if the two steps were apart.
 The routing weight is applied here, before the down projection, instead of to its result: the same sum, but backward
 then needs neither the result (M, H) nor its gradient per row, and combine is a plain sum.
 
@@ -72,8 +73,8 @@ def _swiglu_rows_kernel(
     slot = tl.load(order_ptr + rows, mask=live, other=0)
     weight = tl.load(weights_ptr + slot, mask=live, other=0.0).to(tl.float32)
 
-    # 3. One rounding, store.
-    h = gate * _sigmoid(gate) * up * weight[:, None]
+    # 3. Round, store.
+    h = (gate * _sigmoid(gate) * up * weight[:, None]).to(gate_up_ptr.dtype.element_ty)
     if ROUND:
         h = round_last(h, E5M2, THRESH, HW)
     tl.store(out_ptr + row * I + cols, h.to(out_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (cols < I))
@@ -134,16 +135,16 @@ def _swiglu_backward_kernel(
         if WANT_WEIGHTS:
             d_weight += tl.sum(grad * activated * up, 1)
 
-        # 4. Each result is rounded once and stored.
+        # 4. Round each result, store it.
         if WANT_HIDDEN:
-            hidden = activated * up * weight
+            hidden = (activated * up * weight).to(gate_up_ptr.dtype.element_ty)
             if ROUND_HIDDEN:
                 hidden = round_rows(hidden, E5M2, THRESH, HW)
             tl.store(hidden_ptr + row * I + cols, hidden.to(hidden_ptr.dtype.element_ty), mask=write)
         if WANT_ROW or WANT_COL:
             d = grad * weight
-            d_up = d * activated
-            d_gate = d * up * (sigmoid + activated * (1.0 - sigmoid))
+            d_up = (d * activated).to(gate_up_ptr.dtype.element_ty)
+            d_gate = (d * up * (sigmoid + activated * (1.0 - sigmoid))).to(gate_up_ptr.dtype.element_ty)
             at = row * (2 * I) + cols
             if WANT_ROW:
                 r_gate, r_up = d_gate, d_up

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import mxmoe
 
+from ..ops.moe import experts
 from ..recipe import MXRecipe
+from ..tensor import MXTensor
 from .routing import combine, permute, route
 
 GroupedMM = Callable[..., Tensor]
@@ -32,8 +34,8 @@ class ExpertWeights:
     | ``up_bias``, ``down_bias`` | ``(E, 2I)``, ``(E, H)`` or None | the same |
     """
 
-    up: Tensor
-    down: Tensor
+    up: Tensor | MXTensor
+    down: Tensor | MXTensor
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     transposed: bool = False
@@ -71,6 +73,21 @@ def experts_forward(
     return combine(rows, top_k_weights, routing).to(x.dtype)
 
 
+def swiglu_experts(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, *, recipe: MXRecipe | None
+) -> Tensor:
+    """:func:`experts_forward` for ``silu(gate) * up`` without biases, as one op with every step fused that can be.
+
+    The routing weight multiplies the activation instead of the result. Autocast: operands take the autocast dtype.
+    """
+    up, down = (w.mT if weights.transposed else w for w in (weights.up, weights.down))
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        to = torch.get_autocast_dtype(x.device.type)
+        x, up, down = (t.to(to) if isinstance(t, Tensor) else t for t in (x, up, down))
+    return experts(x, top_k_index, top_k_weights, up, down, recipe=recipe).to(dtype)
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of concatenated halves ``(M, 2I)`` -> ``(M, I)``."""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -85,7 +102,7 @@ class Experts(nn.Module):
     | ``gate_up_proj`` | ``(E, 2I, H)``: gate rows, then up rows |
     | ``down_proj`` | ``(E, H, I)`` |
 
-    Both GEMMs go through ``_grouped_mm``: override it to run them some other way.
+    The layer is one fused op. In a subclass that overrides ``_grouped_mm`` both GEMMs go through that method instead.
     Gradient: to the tokens, the routing weights and both parameters.
     """
 
@@ -120,11 +137,14 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``x (T, H)``, ``top_k_index (T, k)``, ``top_k_weights (T, k)`` -> ``(T, H)``."""
+        weights = ExpertWeights(self.gate_up_proj, self.down_proj)
+        if type(self)._grouped_mm is Experts._grouped_mm:
+            return swiglu_experts(x, top_k_index, top_k_weights, weights, recipe=self.recipe)
         return experts_forward(
             x,
             top_k_index,
             top_k_weights,
-            ExpertWeights(self.gate_up_proj, self.down_proj),
+            weights,
             num_experts=self.num_experts,
             activate=swiglu,
             grouped_mm=self._grouped_mm,

@@ -90,9 +90,14 @@ def swiglu_rows(
     scale_mode: str,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """``weight * silu(gate) * up``: ``(M, 2I)`` -> ``(M, I)``, computed in fp32, rounded once along I."""
+    """``weight * silu(gate) * up``: ``(M, 2I)`` -> ``(M, I)``, computed in fp32, rounded along I.
+
+    Before it is rounded to MXFP8 it has the dtype of gate_up, as it would have as a tensor of its own: fused or not,
+    the bytes are the same.
+    """
     gate, up, w = _halves(gate_up, weights, order)
-    return _round(silu(gate) * up * w, "rowwise", offs, elem_dtype, scale_mode, out_dtype)
+    hidden = (silu(gate) * up * w).to(gate_up.dtype)
+    return _round(hidden, "rowwise", offs, elem_dtype, scale_mode, out_dtype)
 
 
 def swiglu_backward(
@@ -108,7 +113,7 @@ def swiglu_backward(
     out_dtype: torch.dtype,
     want: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Backward of :func:`swiglu_rows`, each result rounded once; None where ``want`` says no.
+    """Backward of :func:`swiglu_rows`; None where ``want`` says no. Rounded from the dtype of gate_up, as there.
 
     ``grad (M, I)`` -> gradient of gate_up rounded along 2I ``(M, 2I)``; the same rounded along the rows of each group;
     ``weight * silu(gate) * up`` rounded along the rows of each group ``(M, I)``; gradient of the weights ``(T, k)``.
@@ -120,14 +125,15 @@ def swiglu_backward(
     activated = gate * sigmoid
     d = g * w
     d_gate = d * up * (sigmoid + activated * (1 - sigmoid))
-    d_gate_up = torch.cat([d_gate, d * activated], -1)
+    d_gate_up = torch.cat([d_gate, d * activated], -1).to(gate_up.dtype)
     row = col = hidden = d_weights = None
     if want[0]:
         row = _round(d_gate_up, "rowwise", offs, row_dtype, scale_mode, out_dtype)
     if want[1]:
         col = _round(d_gate_up, "colwise", offs, col_dtype, scale_mode, out_dtype)
     if want[2]:
-        hidden = _round(activated * up * w, "colwise", offs, hidden_dtype, scale_mode, out_dtype)
+        hidden = (activated * up * w).to(gate_up.dtype)
+        hidden = _round(hidden, "colwise", offs, hidden_dtype, scale_mode, out_dtype)
     if want[3]:
         per_row = torch.where(live[:, 0], (g * activated * up).sum(-1), 0.0)
         d_weights = torch.zeros_like(per_row).index_copy_(0, order.long(), per_row).view(weights.shape)
