@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from .ops import bf16_grouped_mm as _bf16_ops  # noqa: F401  (defines the ops)
-from .ops import grouped_mm as _ops  # noqa: F401
+from .ops import grouped_mm as _ops
 from .ops import moe as _moe_ops  # noqa: F401
+from .ops.engines.dequant import value_dtype
 from .recipe import MXRecipe
 
 
@@ -17,9 +18,10 @@ def _m_groups_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     x, x_scale, w, w_scale, offs, bias, _, recipe, keep = inputs
     _, kept_q, kept_scale, kept_offs = output
     need_x, need_w = ctx.needs_input_grad[0] and x_scale is None, ctx.needs_input_grad[2] and w_scale is None
-    kept = keep and MXRecipe.from_key(recipe).save == "mxfp8"
-    held_x = x if need_w and not kept else None
-    held = (kept_q, kept_scale, kept_offs) if kept else (None, None, None)
+    form = _ops.kept_form(MXRecipe.from_key(recipe), x.device, w.shape[1], w.shape[2]) if keep else "x"
+    held_x = x if need_w and form == "x" else None
+    held = {"x": (None, None, None), "values": (kept_q, None, None), "bytes": (kept_q, kept_scale, kept_offs)}[form]
+    ctx.kept_dtype = value_dtype(x) if form == "values" else None
     ctx.save_for_backward(held_x, w, w_scale, offs, *held)
     ctx.recipe = recipe
     ctx.dtypes = (
@@ -33,7 +35,19 @@ def _m_groups_backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | Non
     x, w, w_scale, offs, kept_q, kept_scale, kept_offs = ctx.saved_tensors
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
     dx, dw, dbias = torch.ops.mxmoe.grouped_mm_m_groups_backward(
-        grad, x, w, w_scale, offs, kept_q, kept_scale, kept_offs, ctx.recipe, x_dtype, w_dtype, bias_dtype
+        grad,
+        x,
+        w,
+        w_scale,
+        offs,
+        kept_q,
+        kept_scale,
+        kept_offs,
+        ctx.kept_dtype,
+        ctx.recipe,
+        x_dtype,
+        w_dtype,
+        bias_dtype,
     )
     return (
         dx if x_dtype is not None else None,

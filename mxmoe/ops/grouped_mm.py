@@ -26,6 +26,7 @@ from ..observe import record
 from ..recipe import MXRecipe
 from ..tensor import MXTensor, make
 from ._impl import impl
+from .engines import dequant
 from .quantize import plain_scale
 from .select import Choice, choose
 
@@ -69,6 +70,17 @@ def _pick(device: torch.device, recipe: MXRecipe, n: int, k: int, has_mx: bool) 
     return choice, _engine(choice.backend)
 
 
+def kept_form(recipe: MXRecipe, device: torch.device, n: int, k: int) -> str:
+    """What forward keeps of x for wgrad: "bytes" (colwise MXFP8), "values" (colwise values in bf16) or "x" itself.
+
+    Values cost the bytes of x and save backward a read of it: forward rounds both directions in one pass.
+    """
+    if recipe.save == "mxfp8":
+        return "bytes"
+    rounds = recipe.activations == "mxfp8" and recipe.wgrad == "mxfp8"
+    return "values" if rounds and choose(device, recipe, n, k).backend == "dequant" else "x"
+
+
 # --- m_groups --------------------------------------------------------------------------------------------------------
 @torch.library.custom_op("mxmoe::grouped_mm_m_groups", mutates_args=(), device_types=("cpu", "cuda"))
 def _m_groups(
@@ -82,22 +94,27 @@ def _m_groups(
     recipe: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, and what backward keeps of x under save="mxfp8": colwise bytes, scales and padded ends (else empty)."""
+    """out, and what backward keeps of x (``kept_form``): colwise bytes or values, scales, padded ends (else empty)."""
     r = MXRecipe.from_key(recipe)
+    form = kept_form(r, x.device, w.shape[1], w.shape[2]) if keep else "x"
+    kept = _nothing(x)
     choice, engine = _pick(x.device, r, w.shape[1], w.shape[2], x_scale is not None or w_scale is not None)
     if x_scale is not None:
         a = engine.expand(_mx(x, x_scale, "rowwise", x.shape[0]))
     elif r.activations == "bf16":
         a = _high_rows(x)
+    elif form == "values":
+        a, values = engine.both_operands(x, offs, r.elem_dtype, r)
+        kept = (values.view(torch.uint8), *kept[1:])
     else:
         a = engine.rows_operand(x, offs, r.elem_dtype, r)
     b = engine.weight_operand(w, r) if w_scale is None else engine.expand(_mx(w, w_scale, "rowwise", w.shape[1]))
     out = engine.mm_m_groups(a, b, offs, bias, out_dtype)
     record("fprop", *_why(choice), (x.shape[0], w.shape[1], w.shape[2], offs.shape[0]), (x, w, offs, out))
-    if not (keep and r.save == "mxfp8"):
-        return out, *_nothing(x)
-    q, scale, padded = impl(x.device).quantize_colwise(x, offs, False, r.elem_dtype, r.scale_mode)
-    return out, q.view(torch.uint8), scale, padded
+    if form == "bytes":
+        q, scale, padded = impl(x.device).quantize_colwise(x, offs, False, r.elem_dtype, r.scale_mode)
+        kept = q.view(torch.uint8), scale, padded
+    return out, *kept
 
 
 def _why(choice: Choice) -> tuple[str, str]:
@@ -112,7 +129,10 @@ def _nothing(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @_m_groups.register_fake
 def _(x, x_scale, w, w_scale, offs, bias, out_dtype, recipe, keep):  # type: ignore[no-untyped-def]
     out = x.new_empty((x.shape[0], w.shape[1]), dtype=out_dtype)
-    if not (keep and MXRecipe.from_key(recipe).save == "mxfp8"):
+    form = kept_form(MXRecipe.from_key(recipe), x.device, w.shape[1], w.shape[2]) if keep else "x"
+    if form == "values":
+        return out, dequant.values_like(x).view(torch.uint8), *_nothing(x)[1:]
+    if form == "x":
         return out, *_nothing(x)
     q_shape, s_shape = shapes.colwise_groups(x.shape[0], x.shape[1], offs.shape[0])
     kept = [
@@ -132,12 +152,13 @@ def _m_groups_backward(
     kept_q: Tensor | None,
     kept_scale: Tensor | None,
     kept_offs: Tensor | None,
+    kept_dtype: torch.dtype | None,
     recipe: str,
     x_dtype: torch.dtype | None,
     w_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dX, dW, dbias; empty where the dtype is None. Either x or the kept tensors are given, by ``save``."""
+    """dX, dW, dbias; empty where the dtype is None. x or what forward kept is given, by ``kept_form``."""
     r = MXRecipe.from_key(recipe)
     n, k = w.shape[1:]
     sizes = (grad.shape[0], n, k, offs.shape[0])
@@ -170,6 +191,9 @@ def _m_groups_backward(
         if not wgrad_mx:
             assert x is not None
             grad_cols, x_cols = _high_rows(grad), _high_rows(x)
+        elif kept_q is not None and kept_scale is None:
+            assert kept_dtype is not None
+            x_cols = kept_q.view(kept_dtype)
         elif kept_q is not None:
             assert kept_scale is not None
             q = kept_q.view(r.elem_dtype)
@@ -188,7 +212,7 @@ def _m_groups_backward(
 
 
 @_m_groups_backward.register_fake
-def _(grad, x, w, w_scale, offs, kept_q, kept_scale, kept_offs, recipe, x_dtype, w_dtype, bias_dtype):  # type: ignore[no-untyped-def]
+def _(grad, x, w, w_scale, offs, kept_q, kept_scale, kept_offs, kept_dtype, recipe, x_dtype, w_dtype, bias_dtype):  # type: ignore[no-untyped-def]
     n, k = w.shape[1:]
     dx = grad.new_empty(0) if x_dtype is None else grad.new_empty((grad.shape[0], k), dtype=x_dtype)
     dbias = grad.new_empty(0) if bias_dtype is None else grad.new_empty((offs.shape[0], n), dtype=bias_dtype)
@@ -340,7 +364,7 @@ def _autocast(t: Tensor | MXTensor) -> Tensor | MXTensor:
 
 
 def _m(x: _Flat, w: _Flat, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype, recipe: MXRecipe) -> Tensor:
-    keep = w.requires_grad and recipe.save == "mxfp8"
+    keep = w.requires_grad and x.scale is None
     out: Tensor = torch.ops.mxmoe.grouped_mm_m_groups(
         x.data, x.scale, w.data, w.scale, offs, bias, out_dtype, recipe.key, keep
     )[0]

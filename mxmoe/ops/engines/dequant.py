@@ -21,7 +21,7 @@ _ALIGN = 16
 """Bytes that TMA and torch's grouped GEMM want every row stride to be a multiple of."""
 
 
-def _value_dtype(x: Tensor) -> torch.dtype:
+def value_dtype(x: Tensor) -> torch.dtype:
     return torch.bfloat16 if x.is_cuda or x.dtype == torch.bfloat16 else torch.float32
 
 
@@ -32,8 +32,14 @@ def _row_stride(x: Tensor) -> dict[str, int]:
     return {"row_stride": shapes.round_up(k, per_row)} if x.is_cuda and k % per_row else {}
 
 
+def values_like(x: Tensor) -> Tensor:
+    """Uninitialized memory of the shape, strides and dtype that the values of x have."""
+    stride = _row_stride(x).get("row_stride", x.shape[-1])
+    return torch.empty_strided(x.shape, (stride, 1), dtype=value_dtype(x), device=x.device)
+
+
 def _fake_quantize(x: Tensor, block: str, offs: Tensor | None, elem_dtype: torch.dtype, recipe: MXRecipe) -> Tensor:
-    dtype = _value_dtype(x)
+    dtype = value_dtype(x)
     return impl(x.device).fake_quantize(x, block, offs, elem_dtype, recipe.scale_mode, dtype, **_row_stride(x))
 
 
@@ -50,7 +56,7 @@ def cols_operand(x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, recipe
 def both_operands(x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, recipe: MXRecipe) -> tuple[Tensor, Tensor]:
     """``rows_operand`` and ``cols_operand`` from one read."""
     row, col = impl(x.device).fake_quantize_both(
-        x, offs, elem_dtype, recipe.scale_mode, _value_dtype(x), **_row_stride(x)
+        x, offs, elem_dtype, recipe.scale_mode, value_dtype(x), **_row_stride(x)
     )
     return row, col
 
