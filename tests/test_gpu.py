@@ -1,0 +1,233 @@
+"""What only a GPU can show: no host sync, CUDA graphs, no recompilation, indices beyond 2^31, backend against backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import GROUP_CASES, assert_bitwise, ends, poisoned, scaled_randn
+
+import mxmoe
+from mxmoe import MXRecipe
+from mxmoe.reference import blocked as ref_blocked
+from mxmoe.reference import quantize as ref
+
+pytestmark = pytest.mark.gpu
+RECIPES = {
+    "default": MXRecipe(),
+    "save": MXRecipe(save="mxfp8"),
+    "square": MXRecipe(weight_block=(32, 32)),
+    "weight_only": MXRecipe(activations="bf16"),
+    "wgrad": MXRecipe(wgrad="bf16"),
+}
+RECIPE_CASES = [pytest.param(r, id=name) for name, r in RECIPES.items()]
+
+
+def step(x, w, offs, grad, recipe, bias=None):
+    out = mxmoe.grouped_mm(x, w.transpose(-2, -1), offs, bias=bias, recipe=recipe)
+    inputs = (x, w) if bias is None else (x, w, bias)
+    return out, *torch.autograd.grad(out, inputs, grad)
+
+
+def make(m, g, n, k, seed=0):
+    x, w = scaled_randn(m, k, seed=seed).requires_grad_(), scaled_randn(g, n, k, seed=seed + 1).requires_grad_()
+    return x, w, scaled_randn(m, n, seed=seed + 2)
+
+
+@pytest.mark.parametrize("recipe", RECIPE_CASES)
+def test_no_host_sync(recipe):
+    x, w, grad = make(200, 3, 96, 160)
+    bias = torch.randn(3, 96, device="cuda", requires_grad=True)
+    offs = ends([70, 0, 100])
+    step(x, w, offs, grad, recipe, bias)  # compile first
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(x, w, offs, grad, recipe, bias)
+        step(x, w, offs.long(), grad, recipe, bias)
+        for layout in ("plain", "blocked"):
+            row, col = mxmoe.quantize_both(x.detach(), offs=offs, layout=layout)
+            mxmoe.dequantize(row), mxmoe.dequantize(col)
+        mxmoe.scaled_grouped_mm(row, mxmoe.quantize(w.detach()).mT, offs)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.parametrize("recipe", RECIPE_CASES)
+def test_cuda_graph_replay_with_new_offs(recipe):
+    """Forward and backward captured once; new offs, x and grad in the same buffers give the new results."""
+    x, w, grad = make(200, 4, 64, 96)
+    offs = ends([50, 0, 100, 30])
+    step(x, w, offs, grad, recipe)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(x, w, offs, grad, recipe)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(x, w, offs, grad, recipe)
+    for i, sizes in enumerate(([1, 31, 33, 135], [0, 0, 0, 0], [0, 200, 0, 0], [50, 50, 50, 50])):
+        offs.copy_(ends(sizes))
+        with torch.no_grad():
+            x.copy_(scaled_randn(200, 96, seed=10 + i))
+            grad.copy_(scaled_randn(200, 64, seed=20 + i))
+        graph.replay()
+        want = step(x, w, offs, grad, recipe)
+        for name, a, b in zip(("out", "dx", "dw"), captured, want, strict=True):
+            assert_bitwise(a.detach(), b.detach(), f"{sizes} {name}")
+
+
+def count_compiled():
+    import gc
+
+    from triton.runtime.jit import JITFunction
+
+    caches = [f.device_caches for f in gc.get_objects() if isinstance(f, JITFunction)]
+    return sum(len(entry[0]) for cache in caches for entry in cache.values())
+
+
+def test_kernels_compile_once_for_every_token_count():
+    """Field report 26: M = 64, 65, 66, 128 and new group sizes compile nothing new."""
+    recipe = RECIPES["save"]
+    for m in (4096, 4097):  # both alignments of a row count
+        step(*(t for t in (lambda a: (a[0], a[1], ends([m // 2, m // 2]), a[2]))(make(m, 2, 64, 96))), recipe)
+    before = count_compiled()
+    for m in (64, 65, 66, 128, 1000, 1001):
+        x, w, grad = make(m, 2, 64, 96)
+        step(x, w, ends([m // 3, m - m // 3]), grad, recipe)
+    assert count_compiled() == before
+
+
+@pytest.mark.parametrize("groups", [1, 6, 33, 60, 384, 512])
+def test_any_group_count(groups):
+    """Field report 13."""
+    sizes = [(7 * i) % 5 for i in range(groups)]
+    m = sum(sizes) + 3
+    x, w, grad = make(m, groups, 32, 64)
+    offs = ends(sizes)
+    with poisoned():
+        got = step(x, w, offs, grad, MXRecipe())
+    want = step(x, w, offs, grad, MXRecipe(backend="reference"))
+    for a, b in zip(got, want, strict=True):
+        assert (a.float() - b.float()).norm() <= 2**-8 * b.float().norm() + 1e-30
+
+
+@pytest.mark.parametrize("sizes", GROUP_CASES)
+@pytest.mark.parametrize("backend", ["dequant", "triton"])
+def test_backends_agree(sizes, backend):
+    """Same bytes in, so results differ by accumulation order only: error at most that of one bf16 rounding."""
+    m = sum(sizes) + 19
+    x, w, grad = make(m, len(sizes), 96, 160)
+    offs = ends(sizes)
+    with torch.no_grad():
+        x[sum(sizes) :] = float("nan")
+        grad[sum(sizes) :] = float("nan")
+    with poisoned():
+        got = step(x, w, offs, grad, MXRecipe(backend=backend))
+    want = step(x, w, offs, grad, MXRecipe(backend="reference"))
+    for name, a, b in zip(("out", "dx", "dw"), got, want, strict=True):
+        assert torch.isfinite(a).all(), name
+        assert (a.float() - b.float()).norm() <= 2**-8 * b.float().norm(), name
+    assert not got[0][sum(sizes) :].any()
+    assert not got[1][sum(sizes) :].any()
+    for g, size in enumerate(sizes):
+        if size == 0:
+            assert not got[2][g].any()
+
+
+def test_native_does_not_touch_this_gpu():
+    if torch.cuda.get_device_capability()[0] == 10:
+        pytest.skip("this GPU has MXFP8 tensor cores")
+    x, w, _ = make(64, 2, 64, 64)
+    with pytest.raises(RuntimeError, match="sm_100"):
+        mxmoe.grouped_mm(x, w.mT, ends([32, 32]), recipe=MXRecipe(backend="native"))
+    torch.cuda.synchronize()
+
+
+def test_float16_and_float32():
+    for dtype in (torch.float16, torch.float32):
+        x = torch.randn(130, 96, device="cuda", dtype=dtype, requires_grad=True)
+        w = torch.randn(3, 64, 96, device="cuda", dtype=dtype, requires_grad=True)
+        grad = torch.randn(130, 64, device="cuda", dtype=dtype)
+        offs = ends([60, 0, 70])
+        got = step(x, w, offs, grad, MXRecipe())
+        want = step(x, w, offs, grad, MXRecipe(backend="reference"))
+        for a, b in zip(got, want, strict=True):
+            assert a.dtype == dtype
+            assert (a - b).norm() <= 2**-10 * b.norm()
+
+
+# --- beyond 2^31 elements (field report 12) --------------------------------------------------------------------------
+def test_rowwise_beyond_int32():
+    x = torch.zeros(524289, 4096, device="cuda", dtype=torch.bfloat16)
+    x[-32:] = scaled_randn(32, 4096)
+    t = mxmoe.quantize(x)
+    want = ref.quantize_rowwise(x[-32:], None, False, torch.float8_e4m3fn, "rceil")
+    assert_bitwise(t.qdata[-32:], want[0])
+    assert_bitwise(t.scale_bytes[-32:], want[1])
+    assert not t.qdata.view(torch.uint8)[:64].any()
+    y = mxmoe.fake_quantize(x)
+    assert_bitwise(y[-32:], mxmoe.dequantize(t)[-32:])
+
+
+def test_weights_beyond_int32():
+    w = torch.zeros(257, 2048, 4096, device="cuda", dtype=torch.bfloat16)
+    w[-1] = scaled_randn(2048, 4096)
+    row, col = mxmoe.quantize_both(w)
+    q, s = ref.quantize_rowwise(w[-1], None, False, torch.float8_e4m3fn, "rceil")
+    assert_bitwise(row.qdata[-1], q)
+    assert_bitwise(row.scale_bytes[-1], s)
+    q, s, _ = ref.quantize_colwise(w[-1], None, False, torch.float8_e4m3fn, "rceil")
+    assert_bitwise(col.qdata[-1], q)
+    assert_bitwise(col.scale_bytes[-1], s)
+    x = scaled_randn(64, 4096)
+    offs = torch.zeros(257, dtype=torch.int32, device="cuda")
+    offs[-1] = 64
+    out = mxmoe.grouped_mm(x, w.mT, offs)
+    want = mxmoe.grouped_mm(x, w[-1:].mT, ends([64]))
+    assert_bitwise(out, want)
+
+
+def test_colwise_groups_beyond_int32():
+    x = torch.zeros(524289, 4096, device="cuda", dtype=torch.bfloat16)
+    x[-40:] = scaled_randn(40, 4096)
+    offs = torch.tensor([524249, 524289], dtype=torch.int32, device="cuda")
+    t = mxmoe.quantize(x, block="colwise", offs=offs)
+    q, s, _ = ref.quantize_colwise(x[-40:], None, False, torch.float8_e4m3fn, "rceil")
+    start, end = t.offs.tolist()
+    assert_bitwise(t.qdata[start : start + 40], q)
+    assert_bitwise(t.scale_bytes[start // 32 : end // 32], s)
+
+
+def test_long_scale_layout_beyond_int32():
+    scale = torch.randint(0, 255, (1 << 21, 1028), dtype=torch.uint8, device="cuda")  # 2.2e9 bytes
+    offs = torch.tensor([1 << 20, 1 << 21], dtype=torch.int32, device="cuda")
+    blocked = mxmoe.to_blocked_m_groups(scale, offs)
+    last = ref_blocked.to_blocked(scale[-128:])
+    assert_bitwise(blocked[(1 << 21) - 128 : 1 << 21], last)
+    assert_bitwise(mxmoe.from_blocked_m_groups(blocked, offs, *scale.shape), scale)
+
+
+# --- compile ---------------------------------------------------------------------------------------------------------
+def test_compile_inductor_on_the_gpu():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+
+    def f(x, w1, w2, offs):
+        h = torch.nn.functional.silu(mxmoe.grouped_mm(x, w1.transpose(-2, -1), offs))
+        return mxmoe.grouped_mm(h, w2.transpose(-2, -1), offs)
+
+    compiled = torch.compile(f, fullgraph=True, backend=counter, dynamic=True)
+    w1, w2 = scaled_randn(3, 64, 96).requires_grad_(), scaled_randn(3, 96, 64, seed=1).requires_grad_()
+    for m in (64, 65, 66, 128):
+        x, offs = scaled_randn(m, 96, seed=m).requires_grad_(), ends([m // 2, 0, m - m // 2])
+        want = f(x, w1, w2, offs)
+        grad = scaled_randn(m, 96, seed=3)
+        want_grads = torch.autograd.grad(want, (x, w1, w2), grad)
+        got = compiled(x, w1, w2, offs)
+        got_grads = torch.autograd.grad(got, (x, w1, w2), grad)
+        for a, b in zip((got, *got_grads), (want, *want_grads), strict=True):
+            assert (a.float() - b.float()).norm() <= 2**-5 * b.float().norm()
+    assert counter.frame_count == 1
