@@ -32,6 +32,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..formats import E4M3, elem_format
@@ -44,6 +45,24 @@ INEXACT = tl.constexpr(1 << 20)
 """Exponent of a token that has no exact fp16 form."""
 
 
+# --- order of the contraction ----------------------------------------------------------------------------------------
+# wgmma takes its first operand from registers as pairs (2t, 2t + 1) and (2t + 8, 2t + 9) of 16 columns per thread t. In
+# fp8 those are two pieces of two bytes, too small for ldmatrix. The order of a contraction is free, so thread t takes
+# bytes 4t .. 4t + 3 instead, and the tokens are stored in the order that this makes of the columns:
+#     column   0  1  2  3 |  4  5  6  7 |  8  9 10 11 | 12 13 14 15
+#     place    0  1  8  9 |  2  3 10 11 |  4  5 12 13 |  6  7 14 15
+@triton.jit
+def permuted(c):
+    """Place of column ``c`` among the 16 it belongs to."""
+    return (c // 16) * 16 + (c // 2) % 2 * 8 + (c // 4) % 4 * 2 + c % 2
+
+
+@triton.jit
+def permute_tile(q, BN: tl.constexpr, BK: tl.constexpr):
+    """Columns of a weight tile in the order of ``permuted``: a renaming of registers."""
+    return tl.reshape(tl.permute(tl.reshape(q, (BN, BK // 16, 4, 2, 2)), (0, 1, 3, 2, 4)), (BN, BK))
+
+
 # --- tokens ----------------------------------------------------------------------------------------------------------
 @triton.jit
 def _token_values(x_ptr, s_ptr, at, cols, K, BLOCK: tl.constexpr, IN: tl.constexpr, EMAX, THRESH, FMAX, E5M2):
@@ -51,18 +70,19 @@ def _token_values(x_ptr, s_ptr, at, cols, K, BLOCK: tl.constexpr, IN: tl.constex
     x = tl.load(x_ptr + at + cols, mask=cols < K, other=0.0)
     if IN == "values":
         return x.to(tl.bfloat16).to(tl.float32)  # activations="bf16" is what it says for fp16 and fp32 tokens too
-    x = tl.reshape(x.to(tl.float32), (BLOCK // 32, 32))
-    if IN == "quantize":
-        byte = scale_byte(tl.max(tl.abs(x), 1), EMAX, THRESH)
-        # NaN loses against numbers in tl.max: a block with one is found by x != x.
-        byte = tl.where(tl.max((x != x).to(tl.int32), 1) != 0, 255, byte)
-        inv = ((254 - byte) << 23).to(tl.float32, bitcast=True)
-        x = to_elem(x * tl.where(byte == 255, 0.0, inv)[:, None], E5M2, FMAX).to(tl.float32)
     else:
-        tl.static_assert(IN == "mx")
-        blocks = tl.min(tl.reshape(cols, (BLOCK // 32, 32)), 1) // 32
-        byte = tl.load(s_ptr + blocks, mask=blocks * 32 < K, other=0).to(tl.int32)
-    return tl.reshape(x * scale_value(byte)[:, None], (BLOCK,))
+        x = tl.reshape(x.to(tl.float32), (BLOCK // 32, 32))
+        if IN == "quantize":
+            byte = scale_byte(tl.max(tl.abs(x), 1), EMAX, THRESH)
+            # NaN loses against numbers in tl.max: a block with one is found by x != x.
+            byte = tl.where(tl.max((x != x).to(tl.int32), 1) != 0, 255, byte)
+            inv = ((254 - byte) << 23).to(tl.float32, bitcast=True)
+            x = to_elem(x * tl.where(byte == 255, 0.0, inv)[:, None], E5M2, FMAX).to(tl.float32)
+        else:
+            tl.static_assert(IN == "mx")
+            blocks = tl.min(tl.reshape(cols, (BLOCK // 32, 32)), 1) // 32
+            byte = tl.load(s_ptr + blocks, mask=blocks * 32 < K, other=0).to(tl.int32)
+        return tl.reshape(x * scale_value(byte)[:, None], (BLOCK,))
 
 
 @triton.jit(do_not_specialize=["M", "G"])
@@ -83,8 +103,10 @@ def _rows_kernel(
     G_POW2: tl.constexpr,
     IN: tl.constexpr,
     FP16: tl.constexpr,
+    PERM: tl.constexpr,  # columns of x16 in the order of ``permuted``
     BF16: tl.constexpr,
     ZERO_TAIL: tl.constexpr,
+    PDL: tl.constexpr,
     EMAX: tl.constexpr,
     THRESH: tl.constexpr,
     FMAX: tl.constexpr,
@@ -92,6 +114,8 @@ def _rows_kernel(
     BLOCK: tl.constexpr,
 ):
     # 1. One program per row. A row of no group is a row of zeros in the result.
+    if PDL:
+        gdc_launch_dependents()
     m = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     if m >= last_end(offs_ptr, G, M, G_POW2):
@@ -124,7 +148,10 @@ def _rows_kernel(
         if FP16:
             half = (v * factor).to(tl.float16)
             lost = tl.maximum(lost, (half.to(tl.float32) * back != v).to(tl.int32))
-            tl.store(x16_ptr + m * K + k + c, half, mask=k + c < K)
+            if PERM:
+                tl.store(x16_ptr + m * K + k + permuted(c), half, mask=k + c < K)
+            else:
+                tl.store(x16_ptr + m * K + k + c, half, mask=k + c < K)
         if BF16:
             tl.store(xb_ptr + m * K + k + c, v.to(tl.bfloat16), mask=k + c < K)
     if FP16:
@@ -224,6 +251,7 @@ def multiply_packed(
     FORM: tl.constexpr,
     TMA_Q: tl.constexpr,
     TMA_X: tl.constexpr,
+    PERM: tl.constexpr,
 ):
     """``(BN, BT)`` sums over ``k0 .. k1`` of weights that are exact in FORM."""
     tl.static_assert(BK == 128)
@@ -236,6 +264,8 @@ def multiply_packed(
             q = q_desc.load([r0, k])
         else:
             q = load_tile(q_row, k + cols, K, EVEN)
+        if PERM:
+            q = permute_tile(q, BN, BK)
         if TMA_X:
             x = x_desc.load([t0, k]).T
         else:
@@ -312,6 +342,8 @@ def _mx_decode_kernel(
     BK: tl.constexpr,
     TMA_Q: tl.constexpr,
     TMA_X: tl.constexpr,
+    PERM: tl.constexpr,  # x16 is in the order of ``permuted``
+    PDL: tl.constexpr,  # started before the tokens are written
     STAGES: tl.constexpr,
 ):
     # 1. Which rows of the weights, which tokens. Nothing to do without tokens.
@@ -341,6 +373,8 @@ def _mx_decode_kernel(
         top = tl.load(top_ptr + g64 * N + row).to(tl.int32)
         exact_rows = tl.max(top, 0) < 255
 
+    if PDL:
+        gdc_wait()
     for t0 in range(start, end, BT):
         t = t0 + tl.arange(0, BT)
         tokens = t < end
@@ -352,7 +386,7 @@ def _mx_decode_kernel(
             e = tl.load(exp_ptr + t, mask=tokens, other=0)
             if exact_rows & (tl.max(e, 0) < INEXACT):
                 acc = multiply_packed(
-                    q_row, p_row, x16_ptr + t64 * K, q_desc, x_desc, r0, t0, tokens, N, K, k0, k1, BN, BT, BK, EVEN, FORM, TMA_Q, TMA_X
+                    q_row, p_row, x16_ptr + t64 * K, q_desc, x_desc, r0, t0, tokens, N, K, k0, k1, BN, BT, BK, EVEN, FORM, TMA_Q, TMA_X, PERM
                 )
                 # 3. Put the powers of two back.
                 a, b = power_of_two((top - E_HI - 127)[:, None] + e[None, :])
@@ -362,7 +396,7 @@ def _mx_decode_kernel(
         elif FORM == "bf16":
             if exact_rows:
                 acc = multiply_packed(
-                    q_row, p_row, xb_row, q_desc, x_desc, r0, t0, tokens, N, K, k0, k1, BN, BT, BK, EVEN, FORM, TMA_Q, TMA_X
+                    q_row, p_row, xb_row, q_desc, x_desc, r0, t0, tokens, N, K, k0, k1, BN, BT, BK, EVEN, FORM, TMA_Q, TMA_X, PERM
                 )
                 a, b = power_of_two((top - 119)[:, None] + tl.zeros((BN, BT), tl.int32))
                 acc = acc * a * b
@@ -420,6 +454,8 @@ class Config:
     stages: int
     tma_q: bool = False
     tma_x: bool = False
+    perm: bool = False
+    pdl: bool = False
 
 
 @dataclass(frozen=True)
@@ -506,6 +542,9 @@ def mx_decode_m_groups(
     split_k = triton.cdiv(triton.cdiv(k, BK), splits) * BK
     splits = triton.cdiv(k, split_k)
 
+    perm = c.perm and form == "fp16" and k % 16 == 0
+    pdl = c.pdl and a.is_cuda
+
     # Tokens in the form that the tiles take.
     kind = "mx" if a_scale is not None else "quantize" if quantize is not None else "values"
     x16, exponent, xb = a, offs, a
@@ -535,8 +574,10 @@ def mx_decode_m_groups(
             G_POW2=g_pow2,
             IN=kind,
             FP16=form == "fp16",
+            PERM=perm,
             BF16=need_bf16,
             ZERO_TAIL=splits == 1,
+            PDL=pdl,
             EMAX=elem.emax,
             THRESH=elem.threshold(quantize[1] if quantize is not None else "rceil"),
             FMAX=elem.max,
@@ -581,9 +622,12 @@ def mx_decode_m_groups(
         BK=BK,
         TMA_Q=tma_q,
         TMA_X=tma_x,
+        PERM=perm,
+        PDL=pdl and prepare,
         STAGES=c.stages,
         num_warps=c.warps,
         num_stages=c.stages,
+        **({"launch_pdl": True} if pdl and prepare else {}),
     )
     if splits > 1:
         block = min(triton.next_power_of_2(n), 1024)
