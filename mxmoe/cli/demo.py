@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .training import Run, Size
 
 BOUND = 0.08
-"""Nats. Two fp32 runs that differ in the order of their batches part by more (``--control``)."""
+"""Nats. Two fp32 runs from different weights part by more (``--control``)."""
 
 GEMMS_PER_LAYER = 2  # gate and up in one, down
 VALIDATION_BATCHES = 16
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     parser.add_argument("--bound", type=float, default=BOUND, help="largest distance of the smoothed curves, nats")
-    parser.add_argument("--control", action="store_true", help="a third run, without MXFP8, with other batches")
+    parser.add_argument("--control", action="store_true", help="a third run, without MXFP8, from other weights")
     parser.add_argument("--device", default=None, help="None: the GPU if there is one")
     add_recipe_arguments(parser)
 
@@ -103,12 +103,12 @@ class Demo:
         self.text = stdlib_text()
         plain = build_model(size, seed, device, self.dtype)
         converted = copy.deepcopy(plain)
-        other = copy.deepcopy(plain) if control else None
+        other = build_model(size, seed + 1, device, self.dtype) if control else None
         self.conversion = mxmoe.convert(converted, recipe=recipe)
         short = "bf16" if self.dtype == torch.bfloat16 else "fp32"
         self.plain = Run(f"{short} experts", plain, size, steps)
         self.mx = Run("MXFP8 experts", converted, size, steps)
-        self.control = None if other is None else Run(f"{short}, other batches", other, size, steps)
+        self.control = None if other is None else Run(f"{short}, other weights", other, size, steps)
         self.gemms: Counter[tuple[str, str]] = Counter()
         self.stray = 0  # MXFP8 GEMMs in the runs that should have none
         self.sqnr: dict[str, list[float]] = {}
@@ -139,6 +139,7 @@ class Demo:
             f"{self.steps} steps of {size.tokens} bytes on {where}\nRecipe: {self.recipe.key}",
             markup=False,
             highlight=False,
+            soft_wrap=True,
         )
 
     # --- training ----------------------------------------------------------------------------------------------------
@@ -150,16 +151,14 @@ class Demo:
         from .training import count_saved_bytes, gemm_sqnr
 
         batches = torch.Generator().manual_seed(self.seed)
-        others = torch.Generator().manual_seed(self.seed + 1)
         size = self.size
         with _Progress(console, self.steps, self.runs) as progress:
             for step in range(1, self.steps + 1):
                 last = step == self.steps
                 pieces = self.text.batch("train", batches, size.batch, size.length)
-                other_pieces = self.text.batch("train", others, size.batch, size.length)
                 for r in self.runs:
                     with observe(tensors=last and r is self.mx) as records, count_saved_bytes(r.model) as saved:
-                        loss = r.step(other_pieces if r is self.control else pieces)
+                        loss = r.step(pieces)
                     r.saved_bytes = saved.total
                     self._count(r, records)
                     if not math.isfinite(loss):
@@ -224,7 +223,7 @@ class Demo:
         )
         if self.control is not None:
             other, at = largest_gap(self.plain.losses, self.control.losses, self.window)
-            console.print(f"The same without MXFP8, other batches: {other:.4f} nats at step {at}", highlight=False)
+            console.print(f"The same for the run from other weights: {other:.4f} nats at step {at}", highlight=False)
         return self._failures(bound)
 
     def _failures(self, bound: float) -> list[str]:
@@ -337,7 +336,7 @@ class _Progress:
         self._bar.update(self._task, completed=step, losses=losses)
         every = max(1, self._steps // 10)
         if not self._console.is_terminal and (step % every == 0 or step == self._steps):
-            self._console.print(f"step {step}/{self._steps}   {losses}", highlight=False)
+            self._console.print(f"step {step}/{self._steps}   {losses}", highlight=False, soft_wrap=True)
             self._console.file.flush()
 
 

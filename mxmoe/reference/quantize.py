@@ -174,23 +174,44 @@ def dequantize(
     return x.contiguous()
 
 
+def _round_trip(
+    blocks: Tensor, elem_dtype: torch.dtype, scale_mode: str, dims: tuple[int, ...], out_dtype: torch.dtype
+) -> Tensor:
+    """The values of a view whose ``dims`` span one block each, after quantization."""
+    q, scale = _quantize_blocks(blocks, elem_dtype, scale_mode, dims)
+    # A table of the 256 values: on a CPU five times faster than the cast back.
+    table = torch.arange(256, dtype=torch.uint8, device=q.device).view(elem_dtype).float()
+    values = table.index_select(0, q.flatten().int()).view(q.shape)
+    return values.mul_(scale_values(scale)).to(out_dtype)
+
+
 def fake_quantize(
     x: Tensor, block: str, offs: Tensor | None, elem_dtype: torch.dtype, scale_mode: str, out_dtype: torch.dtype
 ) -> Tensor:
-    """Quantize, then dequantize: the values that a GEMM sees, ``x.shape``, row-major. Rows of no group are zero."""
-    m = x.shape[-2]
+    """``dequantize`` of the quantized x, in one pass: what a GEMM sees, ``x.shape``, row-major. Rows of no group are zero."""
+    m, k = x.shape[-2:]
+    if x.numel() == 0:
+        return x.new_zeros(x.shape, dtype=out_dtype)
+
+    def values(blocks: Tensor, *dims: int) -> Tensor:
+        return _round_trip(blocks, elem_dtype, scale_mode, dims, out_dtype)
+
     match block:
         case "rowwise":
-            q, scale = quantize_rowwise(x, offs, False, elem_dtype, scale_mode)
-            return dequantize(q, scale, block, None, None, m, out_dtype)
+            y = values(_pad_dim(_zero_tail(x, offs), -1).unflatten(-1, (-1, BLOCK)), -1).flatten(-2)[..., :k]
+        case "colwise" if offs is None:
+            y = values(_pad_dim(x, -2).unflatten(-2, (-1, BLOCK)), -2).flatten(-3, -2)[..., :m, :]
         case "colwise":
-            q, scale, padded = quantize_colwise(x, offs, False, elem_dtype, scale_mode)
-            return dequantize(q, scale, block, padded if offs is not None else None, offs, m, out_dtype)
+            source, _ = _padded_index(offs, m)
+            padded = torch.cat([x, x.new_zeros(1, k)])[source]
+            y = values(padded.unflatten(0, (-1, BLOCK)), -2).flatten(0, 1)
+            y = y.new_zeros(m + 1, k).index_copy_(0, source, y)[:m]
         case "square":
-            q, scale = quantize_square(x, False, elem_dtype, scale_mode)
-            return dequantize(q, scale, block, None, None, m, out_dtype)
+            tiles = _pad_dim(_pad_dim(x, -1), -2).unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
+            y = values(tiles, -3, -1).flatten(-2).flatten(-3, -2)[..., :m, :k]
         case _:
             raise ValueError(f"unknown block {block!r}")
+    return y.contiguous()
 
 
 def fake_quantize_both(
