@@ -14,6 +14,7 @@ from ...formats import BLOCK
 from ...recipe import MXRecipe
 from ...reference import grouped_mm as loop
 from ...tensor import MXTensor
+from .. import bf16_grouped_mm
 from .._impl import impl
 from ..quantize import plain_scale
 
@@ -93,9 +94,7 @@ def _aligned(t: Tensor) -> bool:
 def mm_m_groups(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """a ``(M, K)``, b ``(G, N, K)`` -> ``(M, N)``; rows of no group are zero."""
     if a.is_cuda:
-        from ...kernels.bf16_grouped_mm import bf16_mm_m_groups
-
-        return bf16_mm_m_groups(a, b, offs, bias, out_dtype)
+        return bf16_grouped_mm.mm_m_groups(a, b, offs, bias, out_dtype)
     if out_dtype != torch.bfloat16 or bias is not None or a.dtype != b.dtype:
         a, b = a.float(), b.float()
     if not (_aligned(a) and _aligned(b) and a.numel() and b.numel()):
@@ -112,9 +111,7 @@ def mm_m_groups(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None, out_dty
 def mm_k_groups(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     """a ``(M, N)``, b ``(M, K)`` -> ``(G, N, K)``; an empty group gives zeros."""
     if a.is_cuda:
-        from ...kernels.bf16_grouped_mm import bf16_mm_k_groups
-
-        return bf16_mm_k_groups(a, b, offs, out_dtype)
+        return bf16_grouped_mm.mm_k_groups(a, b, offs, out_dtype)
     if out_dtype != torch.bfloat16 or a.dtype != b.dtype:
         a, b = a.float(), b.float()
     if not (_aligned(a) and _aligned(b) and a.numel() and b.numel()):
