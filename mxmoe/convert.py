@@ -24,6 +24,7 @@ class Converted:
     experts: int
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     changed: bool
+    unfused: str | None  # why the layer runs step by step instead of as one fused op
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Skipped:
 @dataclass(frozen=True)
 class _Undo:
     module: nn.Module
+    module_class: type[nn.Module]
     attributes: dict[str, Any]  # instance attributes before the conversion; _ABSENT: there was none
 
 
@@ -124,10 +126,11 @@ def convert(
         if reason is not None:
             skipped.append(Skipped(name, type(module).__name__, reason))
             continue
+        module_class = type(module).__name__
         before = _select(module, recipe, configs)
         if before is not None:
             undo.append(before)
-        replaced.append(_converted(name, module, before is not None))
+        replaced.append(_converted(name, module_class, module, before is not None))
 
     report = ConversionReport(tuple(replaced), tuple(skipped), recipe, tuple(undo))
     if not replaced and not allow_none:
@@ -144,6 +147,7 @@ def revert(report: ConversionReport) -> None:
     if not isinstance(report, ConversionReport):
         raise TypeError(f"revert() takes the ConversionReport that convert() returned, got {type(report).__name__}")
     for undo in report._undo:
+        undo.module.__class__ = undo.module_class
         for name, value in undo.attributes.items():
             if value is _ABSENT:
                 undo.module.__dict__.pop(name, None)
@@ -163,28 +167,38 @@ def _reason_to_skip(name: str, module: nn.Module, included: Sequence[str], exclu
     for pattern in excluded:
         if fnmatch.fnmatchcase(name, pattern):
             return f"excluded by {pattern!r}"
-    return None if huggingface.dispatches(module) else huggingface.why_not(module)
+    if huggingface.own_seam(module) is not None or huggingface.dispatches(module):
+        return None
+    return huggingface.why_not(module)
 
 
 def _select(module: nn.Module, recipe: MXRecipe, configs: dict[int, Any]) -> _Undo | None:
     """Point one module at our function; what was there before, or None if nothing changes."""
-    config = module.config
+    seam = huggingface.own_seam(module)
+    config = getattr(module, "config", None)
     current = getattr(module, huggingface.RECIPE_ATTRIBUTE, None)
-    selected = config._experts_implementation == huggingface.NAME
+    if seam is not None:
+        selected = type(module) is seam
+    else:
+        selected = config._experts_implementation == huggingface.NAME  # type: ignore[union-attr]
     if selected and current == recipe:
         return None
-    before = {name: module.__dict__.get(name, _ABSENT) for name in ("config", huggingface.RECIPE_ATTRIBUTE)}
-    if not selected:
+    names = ("config", huggingface.RECIPE_ATTRIBUTE)
+    before = _Undo(module, type(module), {name: module.__dict__.get(name, _ABSENT) for name in names})
+    if not selected and seam is not None:
+        module.__class__ = seam
+    elif not selected:
         if id(config) not in configs:
             configs[id(config)] = huggingface.config_with(config, huggingface.NAME)
         module.config = configs[id(config)]
     setattr(module, huggingface.RECIPE_ATTRIBUTE, recipe)
-    return _Undo(module, before)
+    return before
 
 
-def _converted(name: str, module: nn.Module, changed: bool) -> Converted:
+def _converted(name: str, module_class: str, module: nn.Module, changed: bool) -> Converted:
     shapes = tuple((key, tuple(p.shape)) for key, p in module.named_parameters(recurse=False))
-    return Converted(name, type(module).__name__, int(module.num_experts), shapes, changed)
+    unfused = huggingface.unfused_reason(module)
+    return Converted(name, module_class, int(module.num_experts), shapes, changed, unfused)  # type: ignore[arg-type]
 
 
 def _patterns(
@@ -216,4 +230,5 @@ def _nothing(model: nn.Module, report: ConversionReport) -> str:
 
 def _sizes(entry: Converted) -> str:
     shapes = "  ".join(f"{name} {shape}" for name, shape in entry.parameters)
-    return f"{entry.experts} experts  {shapes}"
+    note = f"  (not fused: {entry.unfused})" if entry.unfused else ""
+    return f"{entry.experts} experts  {shapes}{note}"

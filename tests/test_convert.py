@@ -225,7 +225,35 @@ def test_bad_arguments():
         mxmoe.convert(tiny("qwen3_moe"), include=[3])
 
 
-def test_llama4_is_named_or_converted():
-    report = mxmoe.convert(tiny("llama4"), allow_none=True)
-    seen = [*report.names, *(s.name for s in report.skipped)]
-    assert seen == IGNORED["llama4"][3]
+def test_llama4_by_a_seam_of_our_own():
+    model = tiny("llama4").to(DEVICE)
+    ids = token_ids().to(DEVICE)
+    before, logits = snapshot(model), model(ids, use_cache=False).logits
+    parameters = dict(model.named_parameters())
+    report = mxmoe.convert(model)
+    assert list(report.names) == IGNORED["llama4"][3]
+    assert {r.module_class for r in report.replaced} == {"Llama4TextExperts"}
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    again = mxmoe.convert(model)
+    assert list(again.names) == IGNORED["llama4"][3]
+    assert not any(r.changed for r in again.replaced)
+    with mxmoe.observe() as records:
+        assert not torch.equal(model(ids, use_cache=False).logits, logits)
+    assert len(records) == 4
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    assert len(mxmoe.convert(torch.load(buffer, weights_only=False))) == 2
+    mxmoe.revert(report)
+    assert snapshot(model) == before
+    assert torch.equal(model(ids, use_cache=False).logits, logits)
+
+
+def test_fallbacks_are_named_in_the_report():
+    reasons = {"gpt_oss": "biases", "nemotron_h": "no gate", "phimoe": None, "qwen3_moe": None}
+    for family, reason in reasons.items():
+        report = mxmoe.convert(tiny(family))
+        assert {r.unfused for r in report.replaced} == {reason}
+        assert (f"not fused: {reason}" in str(report)) == (reason is not None)

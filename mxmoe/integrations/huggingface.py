@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from typing import Any
 
 import torch
@@ -27,6 +28,12 @@ RECIPE_ATTRIBUTE = "mxmoe_recipe"
 """Where a converted module keeps its recipe: a plain attribute, in deepcopies and pickles, not in state_dict."""
 
 _PROBE = "mxmoe.probe"
+
+# Families that do not ask the registry, and the class of ours that a module gets instead of its own.
+_OWN_SEAMS = {
+    "transformers.models.llama4.modeling_llama4.Llama4TextExperts": ("llama4", "MXLlama4TextExperts"),
+    "transformers.models.step3p7.modeling_step3p7.Step3p7Experts": ("step3p7", "MXStep3p7Experts"),
+}
 
 
 def register(name: str = NAME, *, recipe: MXRecipe | None = None) -> None:
@@ -96,6 +103,8 @@ def mxmoe_experts_forward(
 
 def unfused_reason(module: nn.Module) -> str | None:
     """Why the fused SwiGLU layer does not fit an experts module; None where it does."""
+    if not hasattr(module, "has_gate"):
+        return None  # a seam of our own, which says what it does
     if not module.has_gate:
         return "no gate"
     if module.has_bias:
@@ -130,7 +139,20 @@ def _as_weight_dtype(x: Tensor, w: Tensor) -> Tensor:
     return x
 
 
-# --- which modules dispatch -------------------------------------------------------------------------------------------
+# --- which modules dispatch ------------------------------------------------------------------------------------------
+def own_seam(module: nn.Module) -> type[nn.Module] | None:
+    """Our class for a module whose class transformers never dispatches; None if there is none."""
+    cls = type(module)
+    if "forward" in module.__dict__:
+        return None
+    found = _OWN_SEAMS.get(f"{cls.__module__}.{cls.__qualname__}")
+    if found is None:
+        ours = cls.__module__.startswith(f"{__package__}.") and (cls.__module__.split(".")[-1], cls.__name__)
+        return cls if ours in _OWN_SEAMS.values() else None
+    file, name = found
+    return getattr(importlib.import_module(f".{file}", __package__), name)  # type: ignore[no-any-return]
+
+
 def dispatches(module: nn.Module) -> bool:
     """Whether this module's forward asks the registry: tried, not guessed.
 
