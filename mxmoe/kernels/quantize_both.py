@@ -181,7 +181,7 @@ def quantize_both_triton(
         G_POW2=triton.next_power_of_2(groups or 1),
         GROUPED=offs is not None,
         BLOCKED=blocked,
-        EVEN_K=k % block_k == 0,
+        EVEN_K=k > 0 and k % block_k == 0,
         ALIGNED=mp % 16 == 0,
         NB=block_m // BLOCK,
         BLOCK_K=block_k,

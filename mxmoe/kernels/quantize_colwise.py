@@ -201,7 +201,7 @@ def quantize_colwise_triton(
         G_POW2=triton.next_power_of_2(groups or 1),
         GROUPED=offs is not None,
         BLOCKED=blocked,
-        EVEN_K=k % (max(block_k, SF_ROWS) if blocked else block_k) == 0,
+        EVEN_K=k > 0 and k % (max(block_k, SF_ROWS) if blocked else block_k) == 0,
         ALIGNED=mp % 16 == 0,
         NB=block_m // BLOCK,
         BLOCK_K=block_k,
