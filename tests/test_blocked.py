@@ -117,6 +117,8 @@ def test_k_groups(name, unit):
     scale = random_scale(rows, _columns(sum(sizes), unit))
     offs, expected = ends(sizes), oracle_k_groups(scale, sizes)
     assert_bitwise(reference.to_blocked_k_groups(scale, offs), expected, "reference")
+    if name == "many" and unit != 4 and DEVICE == "cpu":
+        return  # ten seconds each in the interpreter
     for method in METHODS:
         with guarded():
             blocked = kernels.to_blocked_k_groups(scale, offs, method)

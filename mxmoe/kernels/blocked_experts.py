@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mxmoe import shapes
 
+from ._launch import Launcher
 from ._tile_words import load_matrix, load_tiles, skip_words, store_matrix, store_tiles, unit_bytes, units_left
 
 # (CB, num_warps, maxnreg); num_warps <= CB/4 keeps the transpose in registers, see _tile_words.
@@ -66,6 +67,9 @@ def blocked_experts_kernel(
         store_tiles(blocked_ptr, tile, block, 0, col_tiles - word, CB)
 
 
+_launch_kernel = Launcher(blocked_experts_kernel)
+
+
 def to_blocked_experts(scale: Tensor) -> Tensor:
     """Launch. Arguments are already checked by ``mxmoe.ops``; see there for the contract."""
     out = torch.empty(shapes.blocked_experts(*scale.shape), dtype=torch.uint8, device=scale.device)
@@ -101,7 +105,11 @@ def _launch(blocked: Tensor, scale: Tensor, inverse: bool) -> None:
         unit = unit_bytes(scale, cols)
         cb, warps, maxnreg = CONFIG
         strides = (scale.stride(0) // unit, scale.stride(1) // unit, scale.stride(2))
-        blocked_experts_kernel[(experts * row_tiles * -(-col_tiles // cb),)](
-            blocked, scale, rows, cols // unit, *strides, row_tiles, col_tiles,
-            CB=cb, UNIT=unit, INVERSE=inverse, num_warps=warps, maxnreg=maxnreg,
-        )  # fmt: skip
+        _launch_kernel(
+            experts * row_tiles * -(-col_tiles // cb),
+            (blocked, scale),
+            (rows, cols // unit, *strides, row_tiles, col_tiles),
+            (cb, unit, inverse),
+            warps,
+            maxnreg,
+        )

@@ -32,6 +32,7 @@ from torch import Tensor
 from mxmoe import shapes
 
 from ._groups import group_bounds
+from ._launch import Launcher, pow2
 from ._tile_words import load_pieces, load_tiles, load_vectors, load_words, store_pieces, store_tiles, unit_bytes
 from ._tiles import exclusive_sum
 
@@ -203,6 +204,10 @@ def from_blocked_k_groups_kernel(
         t = stop
 
 
+_launch_to = Launcher(to_blocked_k_groups_kernel)
+_launch_from = Launcher(from_blocked_k_groups_kernel)
+
+
 def to_blocked_k_groups(scale: Tensor, offs: Tensor, method: str) -> Tensor:
     """Launch. Arguments are already checked by ``mxmoe.ops``; see there for the contract."""
     rows, cols = scale.shape
@@ -216,11 +221,14 @@ def to_blocked_k_groups(scale: Tensor, offs: Tensor, method: str) -> Tensor:
         parallel = method == "parallel"
         cb, warps, maxnreg = PARALLEL if parallel else NAIVE
         stride_row, stride_col = scale.stride()
-        to_blocked_k_groups_kernel[(row_tiles * (-(-total // cb) if parallel else groups + 1),)](
-            out, scale, offs, rows, cols // unit, groups, stride_row // unit, stride_col, row_tiles, total,
-            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit, PARALLEL=parallel,
-            num_warps=warps, maxnreg=maxnreg,
-        )  # fmt: skip
+        _launch_to(
+            row_tiles * (-(-total // cb) if parallel else groups + 1),
+            (out, scale, offs),
+            (rows, cols // unit, groups, stride_row // unit, stride_col, row_tiles, total),
+            (pow2(groups), cb, unit, parallel),
+            warps,
+            maxnreg,
+        )
     return out
 
 
@@ -232,9 +240,12 @@ def from_blocked_k_groups(blocked: Tensor, offs: Tensor, rows: int, cols: int) -
         row_tiles = shapes.cdiv(rows, 128)
         total = shapes.blocked_k_groups(rows, cols, groups + 1)[1] // 4
         cb, warps, maxnreg = INVERSE
-        from_blocked_k_groups_kernel[(row_tiles * -(-total // cb),)](
-            scale, blocked.contiguous(), offs, rows, cols, groups, row_tiles, total,
-            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit_bytes(scale, cols),
-            num_warps=warps, maxnreg=maxnreg,
-        )  # fmt: skip
+        _launch_from(
+            row_tiles * -(-total // cb),
+            (scale, blocked.contiguous(), offs),
+            (rows, cols, groups, row_tiles, total),
+            (pow2(groups), cb, unit_bytes(scale, cols)),
+            warps,
+            maxnreg,
+        )
     return scale

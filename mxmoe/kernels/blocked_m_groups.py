@@ -26,6 +26,7 @@ from torch import Tensor
 from mxmoe import shapes
 
 from ._groups import group_bounds
+from ._launch import Launcher, pow2
 from ._tile_words import load_matrix, load_tiles, skip_words, store_matrix, store_tiles, unit_bytes, units_left
 from ._tiles import exclusive_sum
 
@@ -123,6 +124,10 @@ def from_blocked_m_groups_kernel(
     store_matrix(scale_ptr + start + word * 4, block, rows, cols, 1, units_left(cols, word, UNIT), CB, UNIT)
 
 
+_launch_to = Launcher(to_blocked_m_groups_kernel)
+_launch_from = Launcher(from_blocked_m_groups_kernel)
+
+
 def to_blocked_m_groups(scale: Tensor, offs: Tensor, method: str) -> Tensor:
     """Launch. Arguments are already checked by ``mxmoe.ops``; see there for the contract."""
     m, cols = scale.shape
@@ -135,11 +140,14 @@ def to_blocked_m_groups(scale: Tensor, offs: Tensor, method: str) -> Tensor:
         parallel = method == "parallel"
         cb, warps, maxnreg = PARALLEL if parallel else NAIVE
         stride_row, stride_col = scale.stride()
-        to_blocked_m_groups_kernel[((row_tiles if parallel else groups + 1) * -(-col_tiles // cb),)](
-            out, scale, offs, m, cols // unit, groups, stride_row // unit, stride_col, row_tiles, col_tiles,
-            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit, PARALLEL=parallel,
-            num_warps=warps, maxnreg=maxnreg,
-        )  # fmt: skip
+        _launch_to(
+            (row_tiles if parallel else groups + 1) * -(-col_tiles // cb),
+            (out, scale, offs),
+            (m, cols // unit, groups, stride_row // unit, stride_col, row_tiles, col_tiles),
+            (pow2(groups), cb, unit, parallel),
+            warps,
+            maxnreg,
+        )
     return out
 
 
@@ -153,8 +161,12 @@ def from_blocked_m_groups(blocked: Tensor, offs: Tensor, rows: int, cols: int) -
         col_tiles = shapes.cdiv(cols, 4)
         unit = unit_bytes(scale, cols)
         cb, warps, maxnreg = INVERSE
-        from_blocked_m_groups_kernel[(row_tiles * -(-col_tiles // cb),)](
-            scale, blocked.contiguous(), offs, rows, cols // unit, groups, col_tiles,
-            G_POW2=triton.next_power_of_2(groups), CB=cb, UNIT=unit, num_warps=warps, maxnreg=maxnreg,
-        )  # fmt: skip
+        _launch_from(
+            row_tiles * -(-col_tiles // cb),
+            (scale, blocked.contiguous(), offs),
+            (rows, cols // unit, groups, col_tiles),
+            (pow2(groups), cb, unit),
+            warps,
+            maxnreg,
+        )
     return scale
