@@ -2,9 +2,9 @@
 
     <!-- table:quantize results/quantize_h200.jsonl -->  ...  <!-- /table -->
 
-becomes what ``python benchmarks/plot.py --table results/quantize_h200.jsonl`` prints. With ``| WORDS`` after the file, only the
-sections whose heading holds these words, without the heading. ``table:demo FILE`` renders a summary.json of the demo. A file that is
-not there leaves "(no results yet)".
+becomes what ``python benchmarks/plot.py --table results/quantize_h200.jsonl`` prints. With ``| WORDS`` after the file,
+only the sections whose heading holds these words, without the heading. ``table:demo FILE`` renders a summary.json of
+the demo. A file that is not there leaves "(no results yet)".
 
     python scripts/update_readme.py             # rewrite README.md and docs/*.md
     python scripts/update_readme.py --check     # exit 1 if a page is not what results/ gives
@@ -72,8 +72,8 @@ def demo_table(summary: dict) -> str:
     lines += [
         "",
         f"Largest distance of the curves, smoothed over {window} steps: {summary['largest_gap_nats']:.4f} nats "
-        f"(step {summary['largest_gap_step']}; bound {summary['bound_nats']}). SQNR of the last step's GEMMs, dB: {sqnr}. "
-        f"GEMMs that ran: {gemms}.",
+        f"(step {summary['largest_gap_step']}; bound {summary['bound_nats']}). "
+        f"SQNR of the last step's GEMMs, dB: {sqnr}. GEMMs that ran: {gemms}.",
         "",
         f"{summary['device']}, torch {summary['torch']}, Python {summary['python']}, {summary['steps']} steps of "
         f"{summary['tokens_per_step']} bytes; `{summary['command']}`",

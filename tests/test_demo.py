@@ -16,9 +16,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from mxmoe.cli import demo, training  # noqa: E402
-from mxmoe.cli.text import HELD_OUT, Text, stdlib_text  # noqa: E402
-from mxmoe.cli.training import SIZES, Run, build_model  # noqa: E402
+from mxmoe.cli import demo, training
+from mxmoe.cli.text import HELD_OUT, Text, stdlib_text
+from mxmoe.cli.training import SIZES, Run, build_model
 
 CPU = torch.device("cpu")
 TINY = SIZES["tiny"]

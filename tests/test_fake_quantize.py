@@ -35,7 +35,9 @@ def _two_steps(
     return reference.dequantize(q, scale, block, ends, offs, x.shape[-2], out)
 
 
-def _check(x: torch.Tensor, block: str, offs: torch.Tensor | None, elem: torch.dtype, mode: str, out: torch.dtype) -> None:
+def _check(
+    x: torch.Tensor, block: str, offs: torch.Tensor | None, elem: torch.dtype, mode: str, out: torch.dtype
+) -> None:
     got = reference.fake_quantize(x, block, offs, elem, mode, out)
     wanted = _two_steps(x, block, offs, elem, mode, out)
     assert got.shape == x.shape == wanted.shape

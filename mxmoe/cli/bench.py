@@ -34,8 +34,11 @@ def run(args: argparse.Namespace) -> int:
         return 2
     passed = [word for word in args.arguments if word != "--"]
     if not {"-h", "--help", "--table"}.intersection(passed) and not _has_gpu():
-        print(f"bench {args.name}: there is no CUDA GPU here, and the benchmarks time CUDA kernels.", file=sys.stderr)
-        print("On a CPU, `python -m mxmoe demo` shows the numerics and `python -m mxmoe info` what runs.", file=sys.stderr)
+        print(
+            f"bench {args.name}: there is no CUDA GPU here, and the benchmarks time CUDA kernels.\n"
+            "On a CPU, `python -m mxmoe demo` shows the numerics and `python -m mxmoe info` what runs.",
+            file=sys.stderr,
+        )
         return 1
     return subprocess.run([sys.executable, str(path), *passed], check=False).returncode
 

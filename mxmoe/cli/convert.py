@@ -1,4 +1,4 @@
-"""``python -m mxmoe convert SRC DST``: an MXFP8 checkpoint from a bf16 one, shard by shard. The work is in ``checkpoint``."""
+"""``python -m mxmoe convert SRC DST``: an MXFP8 checkpoint from a bf16 one; the work is in ``mxmoe.checkpoint``."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ VALIDATION_BATCHES = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the demo."""
-    parser.add_argument("--steps", type=_positive, default=None, metavar="N", help="optimizer steps (None: of the size)")
-    parser.add_argument("--out", type=Path, default=Path("demo_out"), metavar="DIR", help="for curves.png, summary.json")
+    parser.add_argument("--steps", type=_positive, default=None, metavar="N", help="optimizer steps (None: the size's)")
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), metavar="DIR", help="for the plot and figures")
     parser.add_argument(
         "--size", choices=("tiny", "small", "base"), default=None, help="model (None: base on a GPU, small on a CPU)"
     )
@@ -130,10 +130,11 @@ class Demo:
 
         size, text = self.size, self.text
         total = sum(p.numel() for p in self.plain.model.parameters())
+        experts = expert_weights(self.plain.model)
         where = _device_name(self.device)
         console.print(
-            f"Qwen3-MoE '{self.name}': {total / 1e6:.1f} M parameters ({expert_weights(self.plain.model) / 1e6:.1f} M in "
-            f"experts), {size.layers} layers, {size.experts} experts, top {TOP_K}\n"
+            f"Qwen3-MoE '{self.name}': {total / 1e6:.1f} M parameters ({experts / 1e6:.1f} M in experts), {size.layers} layers, "
+            f"{size.experts} experts, top {TOP_K}\n"
             f"Text: {text.files} source files of Python {platform.python_version()}'s standard library, "
             f"{(text.train.numel() + text.valid.numel()) / 1e6:.1f} MB; every 16th file held out\n"
             f"{self.steps} steps of {size.tokens} bytes on {where}\nRecipe: {self.recipe.key}",
@@ -197,8 +198,9 @@ class Demo:
         experts = expert_weights(self.plain.model)
         width = self.dtype.itemsize
         read = {r.name: experts * width for r in self.runs} | {self.mx.name: experts * 33 // 32}
+        window = self.window
         rows = [
-            (f"training loss, nats/byte (mean of {self.window} steps)", lambda r: f"{smooth(r.losses, self.window)[-1]:.4f}"),
+            (f"training loss, nats/byte (last {window} steps)", lambda r: f"{smooth(r.losses, window)[-1]:.4f}"),
             ("loss on held-out files, nats/byte", lambda r: f"{self.valid[r.name]:.4f}"),
             ("tokens/s, training step", lambda r: f"{r.tokens_per_second(self.size.tokens):,.0f}"),
             ("expert weights kept for training", lambda r: _bytes(experts * width)),
@@ -306,17 +308,17 @@ class _Progress:
     """A live bar with every run's loss; where the output is no terminal, a line at every tenth of the way."""
 
     def __init__(self, console: Any, steps: int, runs: list[Run]) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich import progress as rich
 
         self._console, self._steps, self._runs = console, steps, runs
-        self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[losses]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+        self._bar = rich.Progress(
+            rich.TextColumn("step"),
+            rich.MofNCompleteColumn(),
+            rich.BarColumn(bar_width=None),
+            rich.TextColumn("{task.fields[losses]}"),
+            rich.TimeElapsedColumn(),
+            rich.TextColumn("left"),
+            rich.TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
         )

@@ -64,11 +64,11 @@ def describe(device: torch.device) -> str:
     if device.type != "cuda":
         return f"{device}: {torch.get_num_threads()} threads"
     properties = torch.cuda.get_device_properties(device)
-    memory = properties.total_memory / 2**30
-    return f"{device}: {properties.name}, {device_name(device)}, {memory:.0f} GiB, {properties.multi_processor_count} SMs"
+    memory, sms = properties.total_memory / 2**30, properties.multi_processor_count
+    return f"{device}: {properties.name}, {device_name(device)}, {memory:.0f} GiB, {sms} SMs"
 
 
-# --- self-tests: None, or what is wrong --------------------------------------------------------------------------------
+# --- self-tests: None, or what is wrong -----------------------------------------------------------------------------
 def check_bytes(device: torch.device) -> str | None:
     """Scale and element bytes of :data:`VECTORS`, rowwise and colwise."""
     for value, mode, scale_byte, elem_byte in VECTORS:

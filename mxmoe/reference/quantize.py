@@ -188,7 +188,7 @@ def _round_trip(
 def fake_quantize(
     x: Tensor, block: str, offs: Tensor | None, elem_dtype: torch.dtype, scale_mode: str, out_dtype: torch.dtype
 ) -> Tensor:
-    """``dequantize`` of the quantized x, in one pass: what a GEMM sees, ``x.shape``, row-major. Rows of no group are zero."""
+    """``dequantize`` of the quantized x in one pass: what a GEMM sees, row-major. Rows of no group are zero."""
     m, k = x.shape[-2:]
     if x.numel() == 0:
         return x.new_zeros(x.shape, dtype=out_dtype)
@@ -202,6 +202,7 @@ def fake_quantize(
         case "colwise" if offs is None:
             y = values(_pad_dim(x, -2).unflatten(-2, (-1, BLOCK)), -2).flatten(-3, -2)[..., :m, :]
         case "colwise":
+            assert offs is not None
             source, _ = _padded_index(offs, m)
             padded = torch.cat([x, x.new_zeros(1, k)])[source]
             y = values(padded.unflatten(0, (-1, BLOCK)), -2).flatten(0, 1)
