@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+import torch._dynamo.testing
 from cases import DEVICE, sqnr
 
 transformers = pytest.importorskip("transformers")
@@ -196,6 +197,20 @@ def test_generate():
     mxmoe.convert(model)
     out = model.generate(token_ids(2, 5).to(DEVICE), max_new_tokens=4, do_sample=False)
     assert out.shape == (2, 9)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_compiles_without_graph_breaks(family):
+    experts = experts_module(family)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(experts, fullgraph=True, backend=counter)
+    for tokens in (6, 9, 14):
+        args = (torch.randn(tokens, 64), torch.randint(0, 4, (tokens, 2)), torch.rand(tokens, 2))
+        args = [t.to(DEVICE) for t in args]
+        out = compiled(*args)
+        out.sum().backward()
+        torch.testing.assert_close(out, experts(*args))
+    assert counter.frame_count <= 2  # the first size, then any
 
 
 def test_switch_without_convert():

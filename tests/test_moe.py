@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 from cases import DEVICE, E5M2, assert_accumulation, assert_bitwise, poisoned, sqnr
 from torch.nn.functional import silu
 

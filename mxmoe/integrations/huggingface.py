@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import logging
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ import mxmoe
 
 from ..nn.experts import ExpertWeights, experts_forward, swiglu_experts
 from ..recipe import MXRecipe
+
+logger = logging.getLogger(__name__)
 
 NAME = "mxmoe"
 RECIPE_ATTRIBUTE = "mxmoe_recipe"
@@ -88,8 +91,11 @@ def mxmoe_experts_forward(
         transposed=self.is_transposed,
     )
     x = _as_weight_dtype(hidden_states, weights.up)
-    if unfused_reason(self) is None:
+    reason = unfused_reason(self)
+    if reason is None:
         return swiglu_experts(x, top_k_index, top_k_weights, weights, recipe=recipe).to(dtype)
+    if not torch.compiler.is_compiling():
+        _say_once(type(self).__name__, reason)
     return experts_forward(
         x,
         top_k_index,
@@ -99,6 +105,11 @@ def mxmoe_experts_forward(
         activate=self._apply_gate if self.has_gate else self.act_fn,
         grouped_mm=functools.partial(_grouped_mm, recipe=recipe),
     ).to(dtype)
+
+
+@functools.cache
+def _say_once(module_class: str, reason: str) -> None:
+    logger.info("%s runs step by step, not as one fused op: %s", module_class, reason)
 
 
 def unfused_reason(module: nn.Module) -> str | None:
@@ -111,20 +122,13 @@ def unfused_reason(module: nn.Module) -> str | None:
         return "biases"
     if not module.is_concatenated:
         return "gate and up interleaved"
-    if type(module)._apply_gate is not _default_gate():
+    if type(module)._apply_gate.__name__ != "_default_apply_gate":
         return "a gate of its own"
     if not isinstance(module.act_fn, nn.SiLU) and type(module.act_fn).__name__ != "SiLUActivation":
         return f"activation {type(module.act_fn).__name__}"
     if any(hasattr(p, "placements") for p in module.parameters(recurse=False)):
         return "DTensor weights"
     return None
-
-
-@functools.cache
-def _default_gate() -> Any:
-    from transformers.integrations.moe import _default_apply_gate
-
-    return _default_apply_gate
 
 
 def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, *, recipe: MXRecipe | None) -> Tensor:
