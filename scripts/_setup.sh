@@ -80,7 +80,7 @@ setup() { # setup EXTRA [FALLBACK]
     fi
     base=$(find_python) || exit 1
 
-    if has_torch "$base" && [ -z "$(missing "$base" "$extra")" ]; then
+    if [ -z "$(missing "$base" "$extra")" ] && has_torch "$base"; then
         PYTHON=$base
         return
     fi

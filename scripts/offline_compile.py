@@ -29,8 +29,9 @@ from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "mxmoe_offline_cache"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
+import offline_cases
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -92,14 +93,14 @@ def parse_target(text: str) -> GPUTarget:
     raise SystemExit(f"--target must be cuda:N or hip:gfxN, got {text!r}")
 
 
-def modules() -> list:
-    """Kernel modules that offer something."""
-    names = sorted(m.name for m in pkgutil.iter_modules(mxmoe.kernels.__path__))
-    loaded = [importlib.import_module(f"mxmoe.kernels.{name}") for name in names if not name.startswith("_")]
-    for module in loaded:
-        if not getattr(module, "OFFLINE", None):
-            print(f"note: {module.__name__} offers no OFFLINE cases")
-    return [m for m in loaded if getattr(m, "OFFLINE", None)]
+def offers() -> dict[str, list]:
+    """Cases of every kernel module, by its stem: its own ``OFFLINE`` list, else those of ``offline_cases.py``."""
+    found = {}
+    for name in sorted(m.name for m in pkgutil.iter_modules(mxmoe.kernels.__path__)):
+        if not name.startswith("_"):
+            module = importlib.import_module(f"mxmoe.kernels.{name}")
+            found[name] = getattr(module, "OFFLINE", None) or offline_cases.CASES.get(name, [])
+    return found
 
 
 def resources(kernel) -> tuple[int, int]:
@@ -152,15 +153,16 @@ def main() -> int:
 
     JITFunction.run = compile_only
     failed, warned, compiled, seen = [], [], 0, set()
-    offers = modules()
+    everything = offers()
+    used: set[str] = set()
     for text, target in targets.items():
         driver.use(target)
         # Launchers that choose a tile by device ask mxmoe.device, which answers for the target.
         arch = divmod(target.arch, 10) if target.backend == "cuda" else (0, 0)
         mxmoe.device.capability = lambda where, arch=arch: arch
-        for module in offers:
-            for case in module.OFFLINE:
-                name = f"{module.__name__.rsplit('.', 1)[1]} {case.name}"
+        for stem, cases in everything.items():
+            for case in cases:
+                name = f"{stem} {case.name}"
                 if args.only not in name:
                     continue
                 if text in case.skip:
@@ -176,6 +178,7 @@ def main() -> int:
                     problem = message if args.verbose else message.splitlines()[-1][:200]
                 found = False
                 for function, kernel in launched:
+                    used.add(function.__module__.rsplit(".", 1)[1])
                     found = found or bool(re.search(case.expect.get(text, ""), "\n".join(_texts(kernel))))
                     if kernel.hash in seen:
                         continue
@@ -203,12 +206,21 @@ def main() -> int:
                     (warned if target.backend == "hip" else failed).append((text, name, problem))
                     print(f"FAIL {text:11s} {name}: {problem}", flush=True)
     JITFunction.run = run
+    for stem in sorted(set(everything) - used if not args.only else ()):
+        if not _has_kernels(stem):
+            continue
+        failed.append(("any", stem, "no case launches a kernel of this module: give it an OFFLINE list"))
     print(f"\n{compiled} kernels compiled for {', '.join(targets)}; {len(failed)} failed, {len(warned)} warnings")
     for text, name, problem in failed + warned:
         print(f"  {text} {name}: {problem}")
     if not compiled:
         print("nothing was compiled: that is a failure")
     return 1 if failed or not compiled else 0
+
+
+def _has_kernels(stem: str) -> bool:
+    module = importlib.import_module(f"mxmoe.kernels.{stem}")
+    return any(isinstance(f, JITFunction) and f.__module__ == module.__name__ for f in vars(module).values())
 
 
 def _texts(kernel) -> list[str]:

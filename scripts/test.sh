@@ -23,7 +23,7 @@ check() { # check NAME MODULE ARGUMENTS...
     "$PYTHON" -m "$module" "$@" || failed+=("$name")
 }
 
-check "ruff check" ruff check .
+check "ruff check" ruff check --output-format concise .
 check "mypy (strict, floors 0 to 4)" mypy
 
 # Two workers on a CPU, one thread each: the interpreter is single-threaded. On a GPU the tests share one device.
