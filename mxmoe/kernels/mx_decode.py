@@ -305,10 +305,88 @@ def multiply_any(
 
 
 @triton.jit
-def power_of_two(e):
-    """2**e as a product of two normal fp32 numbers would give it, e in -252..254: two factors, multiplied one by one."""
+def times_power_of_two(x, e):
+    """``x * 2**e`` by two factors that are normal fp32 numbers each. Below 2**-252 nothing of an x <= 2**48 is left."""
+    e = tl.maximum(e, -252)
     half = e >> 1
-    return ((half + 127) << 23).to(tl.float32, bitcast=True), ((e - half + 127) << 23).to(tl.float32, bitcast=True)
+    first = ((half + 127) << 23).to(tl.float32, bitcast=True)
+    second = ((e - half + 127) << 23).to(tl.float32, bitcast=True)
+    return x * first * second
+
+
+@triton.jit
+def tile_product(
+    q_ptr,
+    s_ptr,
+    p_ptr,
+    top_ptr,
+    x16_ptr,
+    xb_ptr,
+    q_desc,
+    x_desc,
+    exp_ptr,
+    g,
+    row,  # (BN,) rows of the weights, all of them rows that exist
+    r0,  # row of q_desc that is row[0]
+    t0,
+    end,
+    N,
+    K,
+    stride_xb,
+    k0,
+    k1,
+    FORM: tl.constexpr,
+    E_HI: tl.constexpr,
+    EVEN: tl.constexpr,
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    TMA_Q: tl.constexpr,
+    TMA_X: tl.constexpr,
+    PERM: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Weight rows ``(BN, k0..k1)`` of group g times tokens ``t0 .. t0 + BT``: ``(BN, BT)`` fp32."""
+    t = t0 + tl.arange(0, BT)
+    tokens = t < end
+    t64 = t.to(tl.int64)
+    g_row = g.to(tl.int64) * N + row
+    q_row = q_ptr + g_row * K
+    s_row = s_ptr + g_row * tl.cdiv(K, 32)
+    xb_row = xb_ptr + t64 * stride_xb
+    if FORM == "any":
+        return multiply_any(q_row, s_row, xb_row, tokens, K, k0, k1, BN, BT, BK, EVEN, STAGES)
+    else:
+        # The fast form if every weight row and every token of the tile is exact in it. Else small steps: rare, and a
+        # second pipelined loop would take the registers of the first.
+        top = tl.load(top_ptr + g_row).to(tl.int32)
+        exact = tl.max(top, 0) < 255
+        e = (top - (127 + E_HI))[:, None] + tl.zeros((BN, BT), tl.int32)
+        x_row = xb_row
+        if FORM == "fp16":
+            token_e = tl.load(exp_ptr + t, mask=tokens, other=0)
+            exact = exact & (tl.max(token_e, 0) < INEXACT)
+            e += token_e[None, :]
+            x_row = x16_ptr + t64 * K
+        if exact:
+            p_row = p_ptr + (g.to(tl.int64) * tl.cdiv(K, 128) * N + row) * 4
+            acc = multiply_packed(
+                q_row, p_row, x_row, q_desc, x_desc, r0, t0, tokens, N, K, k0, k1, BN, BT, BK, EVEN, FORM, TMA_Q, TMA_X, PERM
+            )
+            acc = times_power_of_two(acc, e)
+        else:
+            acc = multiply_any(q_row, s_row, xb_row, tokens, K, k0, k1, BN, BT, 32, False, 1)
+        return acc
+
+
+@triton.jit
+def zero_rows(out_ptr, first, M, n, N, BN: tl.constexpr, BT: tl.constexpr):
+    """Columns n of rows ``first .. M`` of out ``(M, N)``."""
+    zero = tl.zeros((BN, BT), out_ptr.dtype.element_ty)
+    for t0 in range(first, M, BT):
+        t = t0 + tl.arange(0, BT)
+        at = t.to(tl.int64)[None, :] * N + n[:, None]
+        tl.store(out_ptr + at, zero, mask=(t < M)[None, :] & (n < N)[:, None])
 
 
 @triton.jit(do_not_specialize=["M", "G"])
@@ -350,66 +428,33 @@ def _mx_decode_kernel(
     g = tl.program_id(1)
     start, end = token_range(offs_ptr, g, M, G, G_POW2)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    OUT: tl.constexpr = out_ptr.dtype.element_ty
     if ZERO_TAIL:
         if g == G:
-            zero = tl.zeros((BN, BT), OUT)
-            for t0 in range(end, M, BT):
-                t = t0 + tl.arange(0, BT)
-                at = t.to(tl.int64)[None, :] * N + n[:, None]
-                tl.store(out_ptr + at, zero, mask=(t < M)[None, :] & (n < N)[:, None])
+            zero_rows(out_ptr, end, M, n, N, BN, BT)
             return
     if start >= end:
         return
+
+    # 2. Coordinates. Rows beyond N are read twice and not stored: no mask in the loop.
     k0 = tl.program_id(2) * split_k
     k1 = tl.minimum(k0 + split_k, K)
-    row = tl.minimum(n, N - 1)  # rows beyond N are read twice and not stored: no mask in the loop
+    row = tl.minimum(n, N - 1)
     r0 = g * N + tl.program_id(0) * BN
-    g64 = g.to(tl.int64)
-    q_row = q_ptr + (g64 * N + row) * K
-    s_row = s_ptr + (g64 * N + row) * tl.cdiv(K, 32)
-    if FORM != "any":
-        p_row = p_ptr + (g64 * tl.cdiv(K, 128) * N + row) * 4
-        top = tl.load(top_ptr + g64 * N + row).to(tl.int32)
-        exact_rows = tl.max(top, 0) < 255
-
     if PDL:
         gdc_wait()
     for t0 in range(start, end, BT):
-        t = t0 + tl.arange(0, BT)
-        tokens = t < end
-        t64 = t.to(tl.int64)
-        xb_row = xb_ptr + t64 * stride_xb
-
-        # 2. Products, in the fast form if every weight row and every token of the tile is exact there.
-        if FORM == "fp16":
-            e = tl.load(exp_ptr + t, mask=tokens, other=0)
-            if exact_rows & (tl.max(e, 0) < INEXACT):
-                acc = multiply_packed(
-                    q_row, p_row, x16_ptr + t64 * K, q_desc, x_desc, r0, t0, tokens, N, K, k0, k1, BN, BT, BK, EVEN, FORM, TMA_Q, TMA_X, PERM
-                )
-                # 3. Put the powers of two back.
-                a, b = power_of_two((top - E_HI - 127)[:, None] + e[None, :])
-                acc = acc * a * b
-            else:
-                acc = multiply_any(q_row, s_row, xb_row, tokens, K, k0, k1, BN, BT, 32, False, 1)
-        elif FORM == "bf16":
-            if exact_rows:
-                acc = multiply_packed(
-                    q_row, p_row, xb_row, q_desc, x_desc, r0, t0, tokens, N, K, k0, k1, BN, BT, BK, EVEN, FORM, TMA_Q, TMA_X, PERM
-                )
-                a, b = power_of_two((top - 119)[:, None] + tl.zeros((BN, BT), tl.int32))
-                acc = acc * a * b
-            else:
-                acc = multiply_any(q_row, s_row, xb_row, tokens, K, k0, k1, BN, BT, 32, False, 1)
-        else:
-            acc = multiply_any(q_row, s_row, xb_row, tokens, K, k0, k1, BN, BT, BK, EVEN, STAGES)
+        # 3. Multiply.
+        acc = tile_product(
+            q_ptr, s_ptr, p_ptr, top_ptr, x16_ptr, xb_ptr, q_desc, x_desc, exp_ptr, g, row, r0, t0, end, N, K, stride_xb,
+            k0, k1, FORM, E_HI, EVEN, BN, BT, BK, TMA_Q, TMA_X, PERM, STAGES,
+        )  # fmt: skip
 
         # 4. Bias, one rounding, store.
         if HAS_BIAS:
-            acc += tl.load(bias_ptr + g64 * N + row).to(tl.float32)[:, None]
-        at = (tl.program_id(2).to(tl.int64) * M + t64)[None, :] * N + n[:, None]
-        tl.store(out_ptr + at, acc.to(OUT), mask=tokens[None, :] & (n < N)[:, None])
+            acc += tl.load(bias_ptr + g.to(tl.int64) * N + row).to(tl.float32)[:, None]
+        t = t0 + tl.arange(0, BT)
+        at = (tl.program_id(2).to(tl.int64) * M + t)[None, :] * N + n[:, None]
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(t < end)[None, :] & (n < N)[:, None])
 
 
 @triton.jit(do_not_specialize=["M", "G"])
