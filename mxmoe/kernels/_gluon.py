@@ -31,7 +31,7 @@ from triton import next_power_of_2
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mxmoe.formats import SF_ROWS, elem_format
+from mxmoe.formats import BLOCK, SF_ROWS, elem_format
 from mxmoe.shapes import cdiv
 
 TILE_ROWS = SF_ROWS
@@ -51,7 +51,8 @@ class Config(NamedTuple):
     LR: int = 8  # lanes down the rows
     WR: int = 1  # warps down the rows
     W: int = 4  # warps
-    BAND: int = 8  # row tiles of a band
+    BAND: int = 8  # row tiles of a band, see ``tile_order``
+    CBAND: int = 8  # column tiles of a band
     LOAD: str = ""  # cache modifiers and eviction policy
     EVICT: str = ""
     STORE: str = ""
@@ -275,15 +276,21 @@ def quantize_row(w, inv, E5M2: gl.constexpr, FP16: gl.constexpr):
 
 # --- which tile am I -------------------------------------------------------------------------------------------------
 @gluon.jit
-def tile_order(pid, row_tiles, col_tiles, BAND: gl.constexpr):
-    """Program id -> (row tile, column tile). Bands of BAND row tiles; inside a band down the rows first.
+def tile_order(pid, row_tiles, col_tiles, BAND: gl.constexpr, CBAND: gl.constexpr):
+    """Program id -> (row tile, column tile): bands of CBAND column tiles, each walked from the first row to the last.
 
-    Programs that run together then read whole stretches of rows and write whole stretches of columns.
+    Inside a band: BAND row tiles x CBAND column tiles at a time, down the rows first. Programs that run together then
+    write long runs of every column, and the plain scale bytes of a column meet in the L2 before they go to memory.
     """
-    band = pid // (BAND * col_tiles)
-    inside = pid % (BAND * col_tiles)
-    height = gl.minimum(row_tiles - band * BAND, BAND)
-    return band * BAND + inside % height, inside // height
+    wide = gl.minimum(col_tiles, CBAND)
+    band = pid // (wide * row_tiles)
+    inside = pid % (wide * row_tiles)
+    width = gl.minimum(col_tiles - band * wide, wide)
+    high = gl.minimum(row_tiles, BAND)
+    step = inside // (high * width)
+    inside = inside % (high * width)
+    height = gl.minimum(row_tiles - step * high, high)
+    return step * high + inside % height, band * wide + inside // height
 
 
 @gluon.jit
@@ -343,6 +350,68 @@ def group_tile(offs_ptr, padded_ptr, t, G, M, write_padded, G_POW2: gl.constexpr
 
 
 @gluon.jit
+def group_blocks(offs_ptr, padded_ptr, t, G, M, write_padded, G_POW2: gl.constexpr, W: gl.constexpr):
+    """The four blocks of 32 rows of tile ``t`` of the result, in which every group is padded to 32 rows.
+
+    Returns ``(row, down, live, owed)``: first source row of the first block; source rows from there to the first rows
+    of the other three; source rows of each block; source rows of each that are owed a rowwise result (the same, but
+    behind the last group, where the blocks walk the rows of no group, none of them is live). A tile may hold parts of
+    several groups. Safe for any content of offs.
+    """
+    LG: gl.constexpr = groups_layout(G_POW2, W)
+    g = gl.arange(0, G_POW2, layout=LG)
+    end = gl.load(offs_ptr + g, mask=g < G, other=0)
+    start = gl.load(offs_ptr + g - 1, mask=(g > 0) & (g < G), other=0)
+    end = gl.associative_scan(gl.minimum(gl.maximum(end, 0), M), 0, _max)
+    start = gl.associative_scan(gl.minimum(gl.maximum(start, 0), M), 0, _max)
+    padded = (gl.where(g < G, end - start, 0) + 31) // 32 * 32
+    padded_end = gl.associative_scan(padded, 0, _add)
+    if write_padded:
+        gl.store(padded_ptr + g, padded_end, mask=g < G)
+
+    # Both fall or rise with g: the first group that ends behind a row has the largest shift and the smallest end.
+    shift = start - (padded_end - padded)
+    used = gl.max(end, 0)
+    padded_used = gl.max(padded_end, 0)
+    row0, live0, owed0 = _block_rows(t * 128, padded_end, shift, end, used, padded_used, M)
+    row1, live1, owed1 = _block_rows(t * 128 + 32, padded_end, shift, end, used, padded_used, M)
+    row2, live2, owed2 = _block_rows(t * 128 + 64, padded_end, shift, end, used, padded_used, M)
+    row3, live3, owed3 = _block_rows(t * 128 + 96, padded_end, shift, end, used, padded_used, M)
+    return row0, (row1 - row0, row2 - row0, row3 - row0), (live0, live1, live2, live3), (owed0, owed1, owed2, owed3)
+
+
+@gluon.jit
+def _block_rows(p, padded_end, shift, end, used, padded_used, M):
+    """Row ``p`` of the result: its source row, live rows and owed rows from there, at most 32."""
+    behind = padded_end > p
+    row = p + gl.max(gl.where(behind, shift, -(2**31)), 0)
+    live = gl.minimum(gl.min(gl.where(behind, end, M), 0) - row, 32)
+    tail = p >= padded_used
+    row = gl.where(tail, gl.minimum(used + (p - padded_used), M), row)
+    return row, gl.where(tail, 0, live), gl.where(tail, gl.minimum(M - row, 32), live)
+
+
+@gluon.jit
+def _of_block(b, v0, v1, v2, v3):
+    return gl.where(b < 2, gl.where(b == 0, v0, v1), gl.where(b == 2, v2, v3))
+
+
+@gluon.jit
+def source_rows(r4, down, counts, SPLIT: gl.constexpr):
+    """Rows 4*r4 of a tile: rows from its first source row, and how many of the next four are there.
+
+    Not SPLIT: the rows follow each other, ``counts`` of them.
+    """
+    if SPLIT:
+        b = r4 // 8
+        inside = r4 % 8 * 4
+        row = _of_block(b, 0, down[0], down[1], down[2]) + inside
+        return row, _of_block(b, counts[0], counts[1], counts[2], counts[3]) - inside
+    else:
+        return r4 * 4, counts - r4 * 4
+
+
+@gluon.jit
 def tile_rows(
     offs_ptr, padded_ptr, t, M, MO, G, sf_tiles, write_padded, GROUPED: gl.constexpr, G_POW2: gl.constexpr,
     W: gl.constexpr,
@@ -371,27 +440,27 @@ def tile_rows(
 # --- load ------------------------------------------------------------------------------------------------------------
 @gluon.jit
 def load_words(
-    x_ptr, rows, cols, ld8, MASKED: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr,
-    WR: gl.constexpr, W: gl.constexpr, CACHE: gl.constexpr, EVICT: gl.constexpr,
+    x_ptr, down, rows, cols, ld8, MASKED: gl.constexpr, SPLIT: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr,
+    LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr, CACHE: gl.constexpr, EVICT: gl.constexpr,
 ):  # fmt: skip
     """Words w0..w3 of a tile whose first value is at ``x_ptr``; ``rows`` and ``cols`` of it exist, the rest is 0.
 
-    ``ld8``: row stride in units of 16 bytes, so that the compiler sees the alignment of every row. ``cols`` is in
+    ``down`` and ``rows``: see ``source_rows``. ``ld8``: row stride in units of 16 bytes, so that the compiler sees the alignment of every row. ``cols`` is in
     words and a multiple of 4.
     """
     L: gl.constexpr = words_layout(TR, TW, LR, WR, W)
     r4 = gl.arange(0, TR * LR * WR, layout=gl.SliceLayout(1, L))[:, None]
     c = gl.arange(0, TW * (32 // LR) * (W // WR), layout=gl.SliceLayout(0, L))[None, :]
     word_ptr = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    at = word_ptr + (r4 * (ld8 * 16) + c)
+    row, left = source_rows(r4, down, rows, SPLIT)
+    at = word_ptr + (row * (ld8 * 4) + c)
     step = ld8 * 4
     if MASKED:
-        r = r4 * 4
         inside = c < cols
-        w0 = gl.load(at, mask=(r < rows) & inside, other=0, cache_modifier=CACHE, eviction_policy=EVICT)
-        w1 = gl.load(at + step, mask=(r + 1 < rows) & inside, other=0, cache_modifier=CACHE, eviction_policy=EVICT)
-        w2 = gl.load(at + step * 2, mask=(r + 2 < rows) & inside, other=0, cache_modifier=CACHE, eviction_policy=EVICT)
-        w3 = gl.load(at + step * 3, mask=(r + 3 < rows) & inside, other=0, cache_modifier=CACHE, eviction_policy=EVICT)
+        w0 = gl.load(at, mask=(left > 0) & inside, other=0, cache_modifier=CACHE, eviction_policy=EVICT)
+        w1 = gl.load(at + step, mask=(left > 1) & inside, other=0, cache_modifier=CACHE, eviction_policy=EVICT)
+        w2 = gl.load(at + step * 2, mask=(left > 2) & inside, other=0, cache_modifier=CACHE, eviction_policy=EVICT)
+        w3 = gl.load(at + step * 3, mask=(left > 3) & inside, other=0, cache_modifier=CACHE, eviction_policy=EVICT)
     else:
         w0 = gl.load(at, cache_modifier=CACHE, eviction_policy=EVICT)
         w1 = gl.load(at + step, cache_modifier=CACHE, eviction_policy=EVICT)
@@ -516,15 +585,15 @@ def _store_row(
 
 @gluon.jit
 def store_rows(
-    q_ptr, s_ptr, w0, w1, w2, w3, ld8, rows, cols, scale_ld, scale_cols, sf_blocks, sf_col0, sf_row0,
-    MASKED: gl.constexpr, BLOCKED: gl.constexpr, EMAX: gl.constexpr, THRESH: gl.constexpr, E5M2: gl.constexpr,
+    q_ptr, s_ptr, w0, w1, w2, w3, ld8, down, rows, cols, scale_ld, scale_cols, sf_blocks, sf_col0, sf_row0,
+    MASKED: gl.constexpr, SPLIT: gl.constexpr, BLOCKED: gl.constexpr, EMAX: gl.constexpr, THRESH: gl.constexpr, E5M2: gl.constexpr,
     FP16: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr,
     CACHE: gl.constexpr,
 ):  # fmt: skip
     """Quantize a tile in blocks of 32 columns and store it row-major, and its scale bytes.
 
-    ``q_ptr``: byte of the tile's first value; ``ld8``: row stride in units of 8 bytes; ``rows``, ``cols``: what to
-    store. Plain scale: ``s_ptr`` at its first byte, ``scale_ld`` bytes from row to row, ``scale_cols`` of a row to
+    ``q_ptr``: byte of the tile's first value; ``ld8``: row stride in units of 8 bytes; ``down``, ``rows``: see
+    ``source_rows``; ``rows``, ``cols``: what to store. Plain scale: ``s_ptr`` at its first byte, ``scale_ld`` bytes from row to row, ``scale_cols`` of a row to
     store. Blocked: ``s_ptr`` at its first 512-byte tile, ``sf_blocks`` column blocks left that have bytes in the
     buffer, ``sf_col0`` = first column block mod 4, ``sf_row0`` = first row mod 128.
     """
@@ -544,19 +613,20 @@ def store_rows(
     inv2, inv3 = split_multiplier(low23, high23, FP16)
     r4 = gl.arange(0, R4, layout=gl.SliceLayout(1, L))[:, None]
     c = gl.arange(0, KW, layout=gl.SliceLayout(0, L))[None, :]
-    at = q_ptr.to(gl.pointer_type(gl.int16), bitcast=True) + (r4 * (ld8 * 16) + c)
+    row, left = source_rows(r4, down, rows, SPLIT)
+    at = q_ptr.to(gl.pointer_type(gl.int16), bitcast=True) + (row * (ld8 * 4) + c)
     step = ld8 * 4
     inside = c < cols // 8 * 4
-    _store_row(at, w0, inv0, (r4 * 4 < rows) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
-    _store_row(at + step, w1, inv1, (r4 * 4 + 1 < rows) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
-    _store_row(at + step * 2, w2, inv2, (r4 * 4 + 2 < rows) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
-    _store_row(at + step * 3, w3, inv3, (r4 * 4 + 3 < rows) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
+    _store_row(at, w0, inv0, (left > 0) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
+    _store_row(at + step, w1, inv1, (left > 1) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
+    _store_row(at + step * 2, w2, inv2, (left > 2) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
+    _store_row(at + step * 3, w3, inv3, (left > 3) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
 
     # The scale bytes of a row sit in different lanes: gathered in one thread they are one store of NKB bytes.
     word = (byte01 & 0xFF) | ((byte01 >> 8) & 0xFF00) | ((byte23 & 0xFF) << 16) | ((byte23 & 0xFF0000) << 8)
     LB: gl.constexpr = gl.BlockedLayout([1, NKB], [32, 1], [W, 1], [1, 0])
     word = gl.convert_layout(word, LB)
-    r = 4 * gl.arange(0, R4, layout=gl.SliceLayout(1, LB))[:, None]
+    r, left = source_rows(gl.arange(0, R4, layout=gl.SliceLayout(1, LB))[:, None], down, rows, SPLIT)
     kb = gl.arange(0, NKB, layout=gl.SliceLayout(0, LB))[None, :]
     for i in gl.static_range(4):
         part = ((word >> (8 * i)) & 0xFF).to(gl.uint8)
@@ -575,7 +645,7 @@ def store_rows(
         else:
             at_s = s_ptr + (ri * scale_ld + kb)
             if MASKED:
-                gl.store(at_s, part, mask=(ri < rows) & (kb < scale_cols))
+                gl.store(at_s, part, mask=(left > i) & (kb < scale_cols))
             else:
                 gl.store(at_s, part)
 
@@ -621,6 +691,15 @@ def group_slots(offs: Tensor | None) -> int:
     return 1 if offs is None else max(32, next_power_of_2(offs.numel()))
 
 
-def row_tile_count(m: int, offs: Tensor | None) -> int:
-    """Row tiles of 128, an upper bound that needs no look at offs: every group may add one that is not full."""
-    return cdiv(m, TILE_ROWS) if offs is None else cdiv(m + (TILE_ROWS - 1) * offs.numel(), TILE_ROWS)
+def row_tile_count(m: int, offs: Tensor | None, split: bool) -> int:
+    """Row tiles of 128, an upper bound that needs no look at offs.
+
+    Tiles of one group each: every group may add one that is not full. ``split`` tiles: every group adds its padding.
+    """
+    pad = 0 if offs is None else (BLOCK if split else TILE_ROWS) - 1
+    return cdiv(m + pad * (0 if offs is None else offs.numel()), TILE_ROWS)
+
+
+def splits(offs: Tensor | None, blocked: bool, config: Config) -> bool:
+    """Whether a tile holds blocks of 32 rows of any groups. Blocked scales want 128 rows of one group together."""
+    return offs is not None and not blocked and config.rows == TILE_ROWS

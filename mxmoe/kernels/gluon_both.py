@@ -60,6 +60,7 @@ def _quantize_both_kernel(
     sf_slots,  # column tiles that the blocked colwise buffer has
     sfr_slots,  # row tiles that the blocked rowwise buffer has
     GROUPED: gl.constexpr,
+    SPLIT: gl.constexpr,  # the blocks of a tile may belong to several groups
     G_POW2: gl.constexpr,
     BLOCKED: gl.constexpr,
     K128: gl.constexpr,  # K % 128 == 0
@@ -73,6 +74,7 @@ def _quantize_both_kernel(
     WR: gl.constexpr,
     W: gl.constexpr,
     BAND: gl.constexpr,
+    CBAND: gl.constexpr,
     LOAD: gl.constexpr,
     EVICT: gl.constexpr,
     STORE: gl.constexpr,
@@ -85,18 +87,29 @@ def _quantize_both_kernel(
     pid = gl.program_id(0)
     per_expert = row_tiles * SUB * col_tiles
     expert = (pid // per_expert).to(gl.int64)
-    rt, ct = _gluon.tile_order(pid % per_expert, row_tiles * SUB, col_tiles, BAND * SUB)
+    rt, ct = _gluon.tile_order(pid % per_expert, row_tiles * SUB, col_tiles, BAND * SUB, CBAND)
     t = rt // SUB
 
     # 2. Coordinates: source rows, rows of the result, columns.
-    row, load_rows, row_rows, out_row, out_rows, sf_tile, sf_stride = _gluon.tile_rows(
-        offs_ptr, padded_ptr, t, M, MO, G, sf_tiles, pid == 0, GROUPED, G_POW2, W
-    )
     down = (rt % SUB) * BM
-    row += down
-    out_row += down
-    load_rows = gl.minimum(gl.maximum(load_rows - down, 0), BM)
-    out_rows = gl.minimum(gl.maximum(out_rows - down, 0), BM)
+    if SPLIT:  # BM is 128
+        row, rel, live, owed = _gluon.group_blocks(offs_ptr, padded_ptr, t, G, M, pid == 0, G_POW2, W)
+        full = (live[0] == 32) & (live[1] == 32) & (live[2] == 32) & (live[3] == 32)
+        out_row = t * 128
+        out_rows = gl.minimum(gl.maximum(MO - out_row, 0), 128)
+        sf_tile = 0
+        sf_stride = 0
+    else:
+        row, live, owed, out_row, out_rows, sf_tile, sf_stride = _gluon.tile_rows(
+            offs_ptr, padded_ptr, t, M, MO, G, sf_tiles, pid == 0, GROUPED, G_POW2, W
+        )
+        rel = 0
+        row += down
+        out_row += down
+        live = gl.minimum(gl.maximum(live - down, 0), BM)
+        owed = gl.minimum(gl.maximum(owed - down, 0), BM)
+        out_rows = gl.minimum(gl.maximum(out_rows - down, 0), BM)
+        full = live == BM
     col = ct * BK
     cols = K8 * 8 - col
     x_tile = x_ptr + ((expert * batch8 + row.to(gl.int64) * ld8) * 8 + col)
@@ -112,7 +125,6 @@ def _quantize_both_kernel(
         scale_k = K8 // 16 * 4
     else:
         scale_k = (K8 + 3) // 4
-    row_rows = gl.minimum(gl.maximum(row_rows - down, 0), BM)
     qr_tile = qr_ptr + ((expert * M + row) * (K8 * 8).to(gl.int64) + col)
     if BLOCKED:
         tile_r = (expert * sfr_slots + t) * sf_row_tiles + col // 128
@@ -124,28 +136,30 @@ def _quantize_both_kernel(
         sf_blocks = 0
         sf_shift = 0
 
-    # 3. and 4. Load (rows and columns outside are 0), quantize, store.
-    if (load_rows == BM) & (out_rows == BM) & (cols >= BK):
-        w0, w1, w2, w3 = _gluon.load_words(x_tile, BM, BK // 2, ld8, False, TR, TW, LR, WR, W, LOAD, EVICT)
+    # 3. and 4. Load (rows and columns outside are 0), quantize, store. Rows first: 122 registers, columns first 174.
+    if full & (out_rows == BM) & (cols >= BK):
+        w0, w1, w2, w3 = _gluon.load_words(
+            x_tile, rel, live, BK // 2, ld8, False, SPLIT, TR, TW, LR, WR, W, LOAD, EVICT
+        )
+        _gluon.store_rows(
+            qr_tile, sr_tile, w0, w1, w2, w3, K8, rel, owed, BK, scale_k, BK // 32, BK // 32, sf_shift, down,
+            False, SPLIT, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
+        )  # fmt: skip
         _gluon.store_cols(
             q_tile, s_tile, w0, w1, w2, w3, MO // 16, BM // 16, BK, scale_ld, sf_stride, BK, col % 128,
             False, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
         )  # fmt: skip
-        _gluon.store_rows(
-            qr_tile, sr_tile, w0, w1, w2, w3, K8, BM, BK, scale_k, BK // 32, BK // 32, sf_shift, down,
-            False, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
-        )  # fmt: skip
     else:
         w0, w1, w2, w3 = _gluon.load_words(
-            x_tile, load_rows, K8 * 4 - col // 2, ld8, True, TR, TW, LR, WR, W, LOAD, EVICT
+            x_tile, rel, live, K8 * 4 - col // 2, ld8, True, SPLIT, TR, TW, LR, WR, W, LOAD, EVICT
         )
+        _gluon.store_rows(
+            qr_tile, sr_tile, w0, w1, w2, w3, K8, rel, owed, cols, scale_k, scale_k - ct * (BK // 32), sf_blocks,
+            sf_shift, down,
+            True, SPLIT, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
+        )  # fmt: skip
         _gluon.store_cols(
             q_tile, s_tile, w0, w1, w2, w3, MO // 16, out_rows // 16, cols, scale_ld, sf_stride, sf_cols, col % 128,
-            True, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
-        )  # fmt: skip
-        _gluon.store_rows(
-            qr_tile, sr_tile, w0, w1, w2, w3, K8, row_rows, cols, scale_k, scale_k - ct * (BK // 32), sf_blocks,
-            sf_shift, down,
             True, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
         )  # fmt: skip
 
@@ -181,7 +195,8 @@ def quantize_both(
         s_row = x.new_empty(sr_shape, dtype=torch.uint8)
         s_col = torch.empty_strided(sc_shape, shapes.column_major(sc_shape), dtype=torch.uint8, device=x.device)
     padded = x.new_empty(g, dtype=torch.int32)
-    row_tiles = _gluon.row_tile_count(m, offs)
+    split = _gluon.splits(offs, blocked, config)
+    row_tiles = _gluon.row_tile_count(m, offs, split)
     col_tiles = shapes.cdiv(shapes.round_up(k, _gluon.TILE_ROWS) if blocked else k, config.cols)
     sf_row_tiles = shapes.cdiv(k, _gluon.TILE_ROWS)
     grouped_blocked = blocked and offs is not None
@@ -209,6 +224,7 @@ def quantize_both(
         sf_slots,
         s_row.shape[0] // _gluon.TILE_ROWS if grouped_blocked else row_tiles,
         GROUPED=offs is not None,
+        SPLIT=split,
         G_POW2=_gluon.group_slots(offs),
         BLOCKED=blocked,
         K128=k % 128 == 0,

@@ -28,7 +28,7 @@ from mxmoe.formats import BLOCK
 from mxmoe.kernels import _gluon
 from mxmoe.kernels._gluon import Config
 
-CONFIG = Config()
+CONFIG = Config(CBAND=1, maxnreg=96)  # 96 registers: five programs of an SM at once, nothing spilled
 
 
 @gluon.jit(
@@ -56,6 +56,7 @@ def _quantize_colwise_kernel(
     sf_tiles,  # what ``tile_rows`` wants: sf_row_tiles in groups, else ceil(MO / 128)
     sf_slots,  # column tiles that the blocked buffer has
     GROUPED: gl.constexpr,
+    SPLIT: gl.constexpr,  # the blocks of a tile may belong to several groups
     G_POW2: gl.constexpr,
     BLOCKED: gl.constexpr,
     EMAX: gl.constexpr,
@@ -68,6 +69,7 @@ def _quantize_colwise_kernel(
     WR: gl.constexpr,
     W: gl.constexpr,
     BAND: gl.constexpr,
+    CBAND: gl.constexpr,
     LOAD: gl.constexpr,
     EVICT: gl.constexpr,
     STORE: gl.constexpr,
@@ -80,18 +82,29 @@ def _quantize_colwise_kernel(
     pid = gl.program_id(0)
     per_expert = row_tiles * SUB * col_tiles
     expert = (pid // per_expert).to(gl.int64)
-    rt, ct = _gluon.tile_order(pid % per_expert, row_tiles * SUB, col_tiles, BAND * SUB)
+    rt, ct = _gluon.tile_order(pid % per_expert, row_tiles * SUB, col_tiles, BAND * SUB, CBAND)
     t = rt // SUB
 
     # 2. Coordinates: source rows, rows of the result, columns.
-    row, load_rows, _, out_row, out_rows, sf_tile, sf_stride = _gluon.tile_rows(
-        offs_ptr, padded_ptr, t, M, MO, G, sf_tiles, pid == 0, GROUPED, G_POW2, W
-    )
     down = (rt % SUB) * BM
-    row += down
-    out_row += down
-    load_rows = gl.minimum(gl.maximum(load_rows - down, 0), BM)
-    out_rows = gl.minimum(gl.maximum(out_rows - down, 0), BM)
+    if SPLIT:  # BM is 128
+        row, rel, live, owed = _gluon.group_blocks(offs_ptr, padded_ptr, t, G, M, pid == 0, G_POW2, W)
+        full = (live[0] == 32) & (live[1] == 32) & (live[2] == 32) & (live[3] == 32)
+        out_row = t * 128
+        out_rows = gl.minimum(gl.maximum(MO - out_row, 0), 128)
+        sf_tile = 0
+        sf_stride = 0
+    else:
+        row, live, owed, out_row, out_rows, sf_tile, sf_stride = _gluon.tile_rows(
+            offs_ptr, padded_ptr, t, M, MO, G, sf_tiles, pid == 0, GROUPED, G_POW2, W
+        )
+        rel = 0
+        row += down
+        out_row += down
+        live = gl.minimum(gl.maximum(live - down, 0), BM)
+        owed = gl.minimum(gl.maximum(owed - down, 0), BM)
+        out_rows = gl.minimum(gl.maximum(out_rows - down, 0), BM)
+        full = live == BM
     col = ct * BK
     cols = K8 * 8 - col
     x_tile = x_ptr + ((expert * batch8 + row.to(gl.int64) * ld8) * 8 + col)
@@ -105,15 +118,17 @@ def _quantize_colwise_kernel(
         sf_cols = 0
 
     # 3. and 4. Load (rows and columns outside are 0), quantize, store.
-    if (load_rows == BM) & (out_rows == BM) & (cols >= BK):
-        w0, w1, w2, w3 = _gluon.load_words(x_tile, BM, BK // 2, ld8, False, TR, TW, LR, WR, W, LOAD, EVICT)
+    if full & (out_rows == BM) & (cols >= BK):
+        w0, w1, w2, w3 = _gluon.load_words(
+            x_tile, rel, live, BK // 2, ld8, False, SPLIT, TR, TW, LR, WR, W, LOAD, EVICT
+        )
         _gluon.store_cols(
             q_tile, s_tile, w0, w1, w2, w3, MO // 16, BM // 16, BK, scale_ld, sf_stride, BK, col % 128,
             False, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
         )  # fmt: skip
     else:
         w0, w1, w2, w3 = _gluon.load_words(
-            x_tile, load_rows, K8 * 4 - col // 2, ld8, True, TR, TW, LR, WR, W, LOAD, EVICT
+            x_tile, rel, live, K8 * 4 - col // 2, ld8, True, SPLIT, TR, TW, LR, WR, W, LOAD, EVICT
         )
         _gluon.store_cols(
             q_tile, s_tile, w0, w1, w2, w3, MO // 16, out_rows // 16, cols, scale_ld, sf_stride, sf_cols, col % 128,
@@ -147,7 +162,8 @@ def quantize_colwise(
     else:
         scale = torch.empty_strided(sshape, shapes.column_major(sshape), dtype=torch.uint8, device=x.device)
     padded = x.new_empty(g, dtype=torch.int32)
-    row_tiles = _gluon.row_tile_count(m, offs)
+    split = _gluon.splits(offs, blocked, config)
+    row_tiles = _gluon.row_tile_count(m, offs, split)
     col_tiles = shapes.cdiv(shapes.round_up(k, _gluon.TILE_ROWS) if blocked else k, config.cols)
     sf_row_tiles = shapes.cdiv(k, _gluon.TILE_ROWS)
     sf_slots = scale.shape[-1] // 4 if blocked and offs is not None else shapes.cdiv(mo, _gluon.TILE_ROWS)
@@ -171,6 +187,7 @@ def quantize_colwise(
         sf_row_tiles if offs is not None else sf_slots,
         sf_slots,
         GROUPED=offs is not None,
+        SPLIT=split,
         G_POW2=_gluon.group_slots(offs),
         BLOCKED=blocked,
         FP16=x.dtype == torch.float16,
