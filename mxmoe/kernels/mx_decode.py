@@ -39,8 +39,12 @@ from ..formats import E4M3, elem_format
 from ._e8m0 import scale_byte, scale_value, to_elem
 from ._groups import last_end
 
-FP16_WINDOW = {torch.float8_e4m3fn: (-15, 7), torch.float8_e5m2: (-8, 0)}
-"""Powers of two that leave every element of a dtype exact in fp16: 2**-9 * 2**-15 is its smallest, 448 * 2**7 < 65504."""
+WINDOW = {
+    ("fp16", torch.float8_e4m3fn): (-15, 7),
+    ("fp16", torch.float8_e5m2): (-8, 0),
+    ("bf16", torch.float8_e4m3fn): (3, 112),
+}
+"""Powers of two that leave every element of a dtype exact: 2**-9 * 2**-15 is the smallest fp16, 448 * 2**7 < 65504."""
 INEXACT = tl.constexpr(1 << 20)
 """Exponent of a token that has no exact fp16 form."""
 
@@ -91,8 +95,9 @@ def _rows_kernel(
     xb_ptr,  # (M, K) bf16: token, if BF16
     exp_ptr,  # (M,) int32: -shift, or INEXACT; if FP16
     out_ptr,  # (M, N): rows of no group are set to zero
-    x_ptr,  # (M, K)
-    s_ptr,  # (M, ceil(K/32)) uint8, if IN is "mx"
+    x_ptr,  # (M, K), or (T, K) with index
+    s_ptr,  # (M or T, ceil(K/32)) uint8, if IN is "mx"
+    index_ptr,  # (M,) int32 or int64: TOP_K times the row of x, if TOP_K
     offs_ptr,  # (G,) int32
     M,
     N,
@@ -101,6 +106,7 @@ def _rows_kernel(
     stride_xm,
     stride_sm,
     G_POW2: tl.constexpr,
+    TOP_K: tl.constexpr,  # 0: row m is row m of x
     IN: tl.constexpr,
     FP16: tl.constexpr,
     PERM: tl.constexpr,  # columns of x16 in the order of ``permuted``
@@ -124,8 +130,11 @@ def _rows_kernel(
             for n in range(0, N, BLOCK):
                 tl.store(out_ptr + m * N + n + c, zero, mask=n + c < N)
         return
-    at = m * stride_xm
-    s_row = s_ptr + m * stride_sm
+    source = m
+    if TOP_K:
+        source = (tl.load(index_ptr + m) // TOP_K).to(tl.int64)
+    at = source * stride_xm
+    s_row = s_ptr + source * stride_sm
     factor = 1.0
     back = 1.0
     shift = 0
@@ -363,6 +372,8 @@ def tile_product(
         exact = tl.max(top, 0) < 255
         e = (top - (127 + E_HI))[:, None] + tl.zeros((BN, BT), tl.int32)
         x_row = xb_row
+        if FORM == "bf16":
+            e += 120
         if FORM == "fp16":
             token_e = tl.load(exp_ptr + t, mask=tokens, other=0)
             exact = exact & (tl.max(token_e, 0) < INEXACT)
@@ -526,16 +537,20 @@ MIN_SPLIT = 512
 """K of a split, at least: four steps of the pipeline."""
 
 
-def choose_config(m: int, g: int) -> Config:
+def choose_config(m: int, g: int, k: int) -> Config:
     """By mean tokens per group: M and G are known without reading offs."""
     mean = m / max(g, 1)
-    if mean <= 4:
-        return Config(8, 64, 2, 4)
+    if k % 16:
+        return Config(16 if mean <= 12 else 32, 64, 2, 4)
+    if mean <= 2:
+        return Config(8, 128, 4, 4, tma_q=True)
     if mean <= 12:
-        return Config(16, 64, 2, 4)
+        return Config(16, 64, 2, 4, tma_q=True)
     if mean <= 24:
-        return Config(32, 64, 2, 4)
-    return Config(64, 64, 4, 4)
+        return Config(32, 64, 4, 4, tma_q=True, tma_x=True, perm=True)
+    if mean <= 48:
+        return Config(64, 64, 4, 4, tma_q=True, tma_x=True, perm=True)
+    return Config(128, 128, 8, 4, tma_q=True, tma_x=True, perm=True)
 
 
 def choose_splits(m: int, g: int, n: int, k: int, config: Config) -> int:
@@ -553,9 +568,126 @@ def _desc(t: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, BK])
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Tokens in the forms that the tiles take. ``prepared``: ``_rows_kernel`` ran, and wrote the tail."""
+
+    fp16: Tensor  # (M, K), if the weights are packed for fp16
+    bf16: Tensor  # (M, K)
+    exponent: Tensor  # (M,)
+    prepared: bool
+    permuted: bool
+    pdl: bool
+    groups_pow2: int
+
+    def constants(self, q: Tensor, packed: PackedWeight | None, c: Config) -> dict[str, object]:
+        """Keyword arguments of a launch that follow from operands and configuration."""
+        fast = packed is not None
+        q2 = q.view(-1, q.shape[-1])
+        pdl = self.pdl and self.prepared
+        return {
+            "G_POW2": self.groups_pow2,
+            "FORM": packed.form if packed is not None else "any",
+            "E_HI": WINDOW[packed.form, q.dtype][1] if packed is not None else 0,
+            "EVEN": q.shape[-1] % BK == 0,
+            "TMA_Q": c.tma_q and fast and _tma_ready(q2),
+            "TMA_X": c.tma_x and fast and _tma_ready(self.operand(packed)),
+            "PERM": self.permuted,
+            "PDL": pdl,
+            "STAGES": c.stages,
+            "num_warps": c.warps,
+            "num_stages": c.stages,
+            **({"launch_pdl": True} if pdl else {}),
+        }
+
+    def operand(self, packed: PackedWeight | None) -> Tensor:
+        """The tokens of the fast form."""
+        return self.fp16 if packed is not None and packed.form == "fp16" else self.bf16
+
+
+def prepare_rows(
+    a: Tensor,
+    a_scale: Tensor | None,
+    index: Tensor | None,
+    top_k: int,
+    offs: Tensor,
+    packed: PackedWeight | None,
+    quantize: tuple[torch.dtype, str] | None,
+    out: Tensor,
+    zero_tail: bool,
+    c: Config,
+) -> Rows:
+    """Gather, round and scale tokens as the tiles need them; nothing is launched if they are right as they are."""
+    m, k = out.shape[0], a.shape[1]
+    g = offs.numel()
+    fp16 = packed is not None and packed.form == "fp16"
+    kind = "mx" if a_scale is not None else "quantize" if quantize is not None else "values"
+    permuted = c.perm and fp16 and k % 16 == 0
+    pow2 = triton.next_power_of_2(g)
+    pdl = c.pdl and a.is_cuda
+    high = kind != "values" or a.dtype != torch.bfloat16 or index is not None
+    if not (fp16 or high):
+        return Rows(a, a if a.stride(-1) == 1 else a.contiguous(), offs, False, False, False, pow2)
+    a = a if a.stride(-1) == 1 else a.contiguous()
+    elem = elem_format(a.dtype if kind == "mx" else quantize[0] if quantize is not None else E4M3.dtype)
+    x16 = a.new_empty((m, k), dtype=torch.float16) if fp16 else a
+    exponent = a.new_empty((m,), dtype=torch.int32) if fp16 else offs
+    xb = a.new_empty((m, k), dtype=torch.bfloat16) if high else a
+    _rows_kernel[(m,)](
+        x16,
+        xb,
+        exponent,
+        out,
+        a,
+        a_scale if a_scale is not None else a,
+        index if index is not None else offs,
+        offs,
+        m,
+        out.shape[1],
+        k,
+        g,
+        a.stride(0),
+        a_scale.stride(0) if a_scale is not None else 0,
+        G_POW2=pow2,
+        TOP_K=top_k if index is not None else 0,
+        IN=kind,
+        FP16=fp16,
+        PERM=permuted,
+        BF16=high,
+        ZERO_TAIL=zero_tail,
+        PDL=pdl,
+        EMAX=elem.emax,
+        THRESH=elem.threshold(quantize[1] if quantize is not None else "rceil"),
+        FMAX=elem.max,
+        E5M2=elem.dtype == torch.float8_e5m2,
+        BLOCK=min(max(triton.next_power_of_2(k), 128), 2048),
+        num_warps=4,
+    )
+    return Rows(x16, xb, exponent, True, permuted, pdl, pow2)
+
+
+def launch_arguments(q: Tensor, scale: Tensor, packed: PackedWeight | None, rows: Rows, c: Config) -> tuple[object, ...]:
+    """Weights and tokens, as both kernels take them."""
+    constants = rows.constants(q, packed, c)
+    x = rows.operand(packed)
+    return (
+        q,
+        scale,
+        packed.scale if packed is not None else scale,
+        packed.top if packed is not None else scale,
+        rows.fp16,
+        rows.bf16,
+        _desc(q.view(-1, q.shape[-1]), c.rows) if constants["TMA_Q"] else q,
+        _desc(x, c.tokens) if constants["TMA_X"] else x,
+        rows.exponent,
+    )
+
+
 def mx_decode_m_groups(
     a: Tensor,
     a_scale: Tensor | None,
+    index: Tensor | None,
+    top_k: int,
     b_q: Tensor,
     b_scale: Tensor,
     packed: PackedWeight | None,
@@ -569,122 +701,51 @@ def mx_decode_m_groups(
     """Launch. ``a (M, K)``, ``b_q (G, N, K)`` with ``b_scale (G, N, ceil(K/32))`` uint8, ``offs (G,)`` -> ``(M, N)``.
 
     ``a`` is used in bf16, rounded to MXFP8 first if ``quantize`` = (elem_dtype, scale_mode), or is MXFP8 already and
-    comes with ``a_scale (M, ceil(K/32))``. ``packed``: exact fast forms; None expands every tile to bf16.
+    comes with ``a_scale (M, ceil(K/32))``. With ``index (M,)``, row m is row ``index[m] // top_k`` of a ``(T, K)``.
+    ``packed``: exact fast forms; None expands every tile to bf16. Weights and scales are contiguous.
     """
-    m, k = a.shape
-    g, n, _ = b_q.shape
+    m = a.shape[0] if index is None else index.shape[0]
+    g, n, k = b_q.shape
     out = a.new_empty((m, n), dtype=out_dtype)
     if out.numel() == 0:
         return out
-    if g == 0 or k == 0:
-        raise AssertionError("empty contractions and no groups are handled by the op")
-    a = a if a.stride(-1) == 1 else a.contiguous()
-    b_q, b_scale = b_q.contiguous(), b_scale.contiguous()
-    c = config or choose_config(m, g)
-    form = packed.form if packed is not None else "any"
-    g_pow2 = triton.next_power_of_2(g)
+    c = config or choose_config(m, g, k)
     splits = splits or choose_splits(m, g, n, k, c)
     split_k = triton.cdiv(triton.cdiv(k, BK), splits) * BK
     splits = triton.cdiv(k, split_k)
-
-    perm = c.perm and form == "fp16" and k % 16 == 0
-    pdl = c.pdl and a.is_cuda
-
-    # Tokens in the form that the tiles take.
-    kind = "mx" if a_scale is not None else "quantize" if quantize is not None else "values"
-    x16, exponent, xb = a, offs, a
-    prepare = form == "fp16" or kind != "values" or a.dtype != torch.bfloat16
-    if prepare:
-        elem = elem_format(a.dtype if kind == "mx" else quantize[0]) if kind != "values" else E4M3
-        need_bf16 = kind != "values" or a.dtype != torch.bfloat16
-        if form == "fp16":
-            x16 = a.new_empty((m, k), dtype=torch.float16)
-            exponent = a.new_empty((m,), dtype=torch.int32)
-        if need_bf16:
-            xb = a.new_empty((m, k), dtype=torch.bfloat16)
-        _rows_kernel[(m,)](
-            x16,
-            xb,
-            exponent,
-            out,
-            a,
-            a_scale if a_scale is not None else a,
-            offs,
-            m,
-            n,
-            k,
-            g,
-            a.stride(0),
-            a_scale.stride(0) if a_scale is not None else 0,
-            G_POW2=g_pow2,
-            IN=kind,
-            FP16=form == "fp16",
-            PERM=perm,
-            BF16=need_bf16,
-            ZERO_TAIL=splits == 1,
-            PDL=pdl,
-            EMAX=elem.emax,
-            THRESH=elem.threshold(quantize[1] if quantize is not None else "rceil"),
-            FMAX=elem.max,
-            E5M2=elem.dtype == torch.float8_e5m2,
-            BLOCK=min(max(triton.next_power_of_2(k), 128), 2048),
-            num_warps=4,
-        )
-
-    # Weights.
+    rows = prepare_rows(a, a_scale, index, top_k, offs, packed, quantize, out, splits == 1, c)
+    bias = bias.contiguous() if bias is not None else None
+    zero_tail = splits == 1 and not rows.prepared
     target = out if splits == 1 else out.new_empty((splits, m, n), dtype=torch.float32)
-    x = x16 if form == "fp16" else xb
-    tma_q = c.tma_q and form != "any" and _tma_ready(b_q.view(g * n, k))
-    tma_x = c.tma_x and form != "any" and _tma_ready(x)
-    zero_tail = splits == 1 and not prepare
     _mx_decode_kernel[(triton.cdiv(n, c.rows), g + zero_tail, splits)](
         target,
-        b_q,
-        b_scale,
-        packed.scale if packed is not None else b_scale,
-        packed.top if packed is not None else b_scale,
-        x16,
-        xb,
-        _desc(b_q.view(g * n, k), c.rows) if tma_q else b_q,
-        _desc(x, c.tokens) if tma_x else x,
-        exponent,
-        bias.contiguous() if bias is not None else out,
+        *launch_arguments(b_q, b_scale, packed, rows, c),
+        bias if bias is not None else offs,
         offs,
         m,
         n,
         k,
         g,
-        xb.stride(0),
+        rows.bf16.stride(0),
         split_k,
-        G_POW2=g_pow2,
-        FORM=form,
-        E_HI=FP16_WINDOW[b_q.dtype][1],
         HAS_BIAS=bias is not None and splits == 1,
         ZERO_TAIL=zero_tail,
-        EVEN=k % BK == 0,
         BN=c.rows,
         BT=c.tokens,
         BK=BK,
-        TMA_Q=tma_q,
-        TMA_X=tma_x,
-        PERM=perm,
-        PDL=pdl and prepare,
-        STAGES=c.stages,
-        num_warps=c.warps,
-        num_stages=c.stages,
-        **({"launch_pdl": True} if pdl and prepare else {}),
+        **rows.constants(b_q, packed, c),
     )
     if splits > 1:
         block = min(triton.next_power_of_2(n), 1024)
         _sum_splits_kernel[(m, triton.cdiv(n, block))](
             out,
             target,
-            bias.contiguous() if bias is not None else out,
+            bias if bias is not None else offs,
             offs,
             m,
             n,
             g,
-            G_POW2=g_pow2,
+            G_POW2=rows.groups_pow2,
             HAS_BIAS=bias is not None,
             SPLITS=splits,
             BLOCK=block,

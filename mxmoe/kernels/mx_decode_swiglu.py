@@ -1,0 +1,161 @@
+"""Gate and up projection of few tokens per group and SwiGLU in one launch: ``weight * silu(x @ gate.T) * (x @ up.T)``.
+
+    weights of group g (2I, K)              tokens of group g           out (M, I)
+      +--------------+  gate rows i         +------------+             +------+
+      | BN x BK tile |                   x  | BT x BK    |.T  ---->    | BT   | silu(gate) * up, rounded once
+      +--------------+                      +------------+             +------+
+      | BN x BK tile |  up rows I + i        read twice, mostly from L2
+      +--------------+
+
+Grid     (tiles of I, G). A group without tokens costs one load.
+Writes   every element of out once: rows beyond offs[-1] are zeros, written by ``_rows_kernel``, or here by one more group.
+Traffic  1 + 1/32 bytes per weight, once per BT tokens; the (M, 2I) intermediate never exists.
+Index    int64 for group, row and token bases.
+Source   ``mx_decode.py``: tiles, forms and exactness are the same.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from .mx_decode import (
+    BK,
+    Config,
+    PackedWeight,
+    choose_config,
+    choose_splits,
+    launch_arguments,
+    prepare_rows,
+    tile_product,
+    token_range,
+    zero_rows,
+)
+
+
+@triton.jit(do_not_specialize=["M", "G"])
+def _mx_decode_swiglu_kernel(
+    out_ptr,  # (M, I)
+    q_ptr,  # (G, 2I, K) e4m3 or e5m2: gate rows, then up rows
+    s_ptr,  # (G, 2I, ceil(K/32)) uint8
+    p_ptr,  # (G, ceil(K/128), 2I, 4) uint8, unless FORM is "any"
+    top_ptr,  # (G, 2I) uint8, unless FORM is "any"
+    x16_ptr,  # (M, K) fp16, if FORM is "fp16"
+    xb_ptr,  # (M, K) bf16
+    q_desc,  # (G * 2I, K) as boxes (BN, BK), if TMA_Q
+    x_desc,  # (M, K) of FORM as boxes (BT, BK), if TMA_X
+    exp_ptr,  # (M,) int32, if FORM is "fp16"
+    weight_ptr,  # (T * k,) routing weights, if WEIGHTED
+    order_ptr,  # (M,) int32: slot of every row, if WEIGHTED
+    offs_ptr,  # (G,) int32
+    M,
+    N,  # 2I
+    K,
+    G,
+    stride_xb,
+    G_POW2: tl.constexpr,
+    FORM: tl.constexpr,
+    E_HI: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ZERO_TAIL: tl.constexpr,
+    EVEN: tl.constexpr,
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+    BK: tl.constexpr,
+    TMA_Q: tl.constexpr,
+    TMA_X: tl.constexpr,
+    PERM: tl.constexpr,
+    PDL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # 1. Which columns, which tokens. Nothing to do without tokens.
+    g = tl.program_id(1)
+    I = N // 2  # noqa: E741
+    start, end = token_range(offs_ptr, g, M, G, G_POW2)
+    i = tl.program_id(0) * BN + tl.arange(0, BN)
+    if ZERO_TAIL:
+        if g == G:
+            zero_rows(out_ptr, end, M, i, I, BN, BT)
+            return
+    if start >= end:
+        return
+
+    # 2. Coordinates.
+    row = tl.minimum(i, I - 1)
+    r0 = g * N + tl.program_id(0) * BN
+    if PDL:
+        gdc_wait()
+    for t0 in range(start, end, BT):
+        # 3. Two products. One after the other: both at once would need the registers of two pipelines.
+        gate = tile_product(
+            q_ptr, s_ptr, p_ptr, top_ptr, x16_ptr, xb_ptr, q_desc, x_desc, exp_ptr, g, row, r0, t0, end, N, K, stride_xb,
+            0, K, FORM, E_HI, EVEN, BN, BT, BK, TMA_Q, TMA_X, PERM, STAGES,
+        )  # fmt: skip
+        up = tile_product(
+            q_ptr, s_ptr, p_ptr, top_ptr, x16_ptr, xb_ptr, q_desc, x_desc, exp_ptr, g, row + I, r0 + I, t0, end, N, K,
+            stride_xb, 0, K, FORM, E_HI, EVEN, BN, BT, BK, TMA_Q, TMA_X, PERM, STAGES,
+        )  # fmt: skip
+
+        # 4. SwiGLU in fp32, one rounding, store.
+        hidden = gate / (1.0 + tl.exp(-gate)) * up
+        t = t0 + tl.arange(0, BT)
+        if WEIGHTED:
+            slot = tl.load(order_ptr + t, mask=t < end, other=0)
+            hidden *= tl.load(weight_ptr + slot).to(tl.float32)[None, :]
+        at = t.to(tl.int64)[None, :] * I + i[:, None]
+        tl.store(out_ptr + at, hidden.to(out_ptr.dtype.element_ty), mask=(t < end)[None, :] & (i < I)[:, None])
+
+
+def fits(m: int, g: int, n: int, k: int) -> bool:
+    """Whether one launch fills the chip: K is not split here."""
+    return choose_splits(m, g, n // 2, k, choose_config(m, g, k)) == 1
+
+
+def mx_decode_swiglu(
+    a: Tensor,
+    a_scale: Tensor | None,
+    index: Tensor | None,
+    top_k: int,
+    b_q: Tensor,
+    b_scale: Tensor,
+    packed: PackedWeight | None,
+    offs: Tensor,
+    weights: Tensor | None,
+    order: Tensor | None,
+    out_dtype: torch.dtype,
+    quantize: tuple[torch.dtype, str] | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """Launch. ``a (M, K)``, ``b_q (G, 2I, K)`` gate rows then up rows -> ``(M, I)``; see ``mx_decode_m_groups``.
+
+    ``weights (T, k)`` and ``order (M,)``: each row is multiplied by its routing weight.
+    """
+    m = a.shape[0] if index is None else index.shape[0]
+    g, n, k = b_q.shape
+    out = a.new_empty((m, n // 2), dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    c = config or choose_config(m, g, k)
+    rows = prepare_rows(a, a_scale, index, top_k, offs, packed, quantize, out, True, c)
+    _mx_decode_swiglu_kernel[(triton.cdiv(n // 2, c.rows), g + (not rows.prepared))](
+        out,
+        *launch_arguments(b_q, b_scale, packed, rows, c),
+        weights if weights is not None else offs,
+        order if order is not None else offs,
+        offs,
+        m,
+        n,
+        k,
+        g,
+        rows.bf16.stride(0),
+        WEIGHTED=weights is not None,
+        ZERO_TAIL=not rows.prepared,
+        BN=c.rows,
+        BT=c.tokens,
+        BK=BK,
+        **rows.constants(b_q, packed, c),
+    )
+    return out
