@@ -119,7 +119,7 @@ def test_k_groups(name, unit):
     assert_bitwise(reference.to_blocked_k_groups(scale, offs), expected, "reference")
     if name == "many" and unit != 4 and DEVICE == "cpu":
         return  # ten seconds each in the interpreter
-    for method in METHODS:
+    for method in METHODS if name != "many" or DEVICE != "cpu" else METHODS[:1]:
         with guarded():
             blocked = kernels.to_blocked_k_groups(scale, offs, method)
         assert_bitwise(blocked, expected, f"kernel, {method}")
@@ -154,7 +154,7 @@ def test_m_groups(name, cols):
 def test_m_groups_wide(name):
     sizes = GROUPS[name]
     scale = random_scale(sum(sizes), 80)  # two chunks of columns
-    for method in METHODS:
+    for method in METHODS if name != "many" or DEVICE != "cpu" else METHODS[:1]:
         blocked = kernels.to_blocked_m_groups(scale, ends(sizes), method)
         assert_bitwise(blocked, oracle_m_groups(scale, sizes), method)
 
