@@ -246,9 +246,15 @@ def _bf16_mm_k_groups_kernel(
             store_slice_halves(out, acc, g, n0, k0, N, K, OUT_DTYPE, TMA_OUT, HALVES, BLOCK_N, BLOCK_K)
 
 
-# sm_90 and sm_100: 227 KiB of shared memory hold four stages and half an output tile in 16 bits.
+# sm_90 and sm_100: 227 KiB of shared memory hold four stages and half an output tile in 16 bits, or two programs with
+# three stages of a smaller tile each. H200, time over torch's (2026-11-30, hot chip), best of 11 configurations:
+# fprop and dgrad 128 x 256, 4 stages: 0.86-0.96; wgrad two programs: 0.86-1.00. Lost: 256 x 128 (1.05-1.25); nested
+# loops instead of one flat loop (+2 to +9 %); three stages and a whole tile (+0 to +2 %); bands of 32 (+1 to +5 %).
 M_GROUPS_CONFIG = Config(128, 256, 64, band=8, tma_out=True, halves=True, flatten=True, warps=8, stages=4)
-K_GROUPS_CONFIG = Config(128, 256, 64, band=8, tma_out=True, halves=True, flatten=True, warps=8, stages=4)
+M_GROUPS_LARGE = replace(M_GROUPS_CONFIG, band=16)
+K_GROUPS_CONFIG = Config(128, 128, 64, band=8, tma_out=True, halves=True, flatten=True, warps=4, stages=3, per_sm=2)
+LARGE_GROUP = 2048
+"""Rows per group from which a band of 16 row tiles wins: one band is then one wave of programs."""
 # sm_120: 99 KiB.
 SMALL_CONFIG = Config(128, 128, 64, band=8, tma_out=True, halves=True, flatten=True, warps=8, stages=2)
 # Strides that are no multiple of 16 bytes, and devices without TMA.
@@ -262,8 +268,8 @@ def _config(best: Config, where: torch.device, tma: bool, out_dtype: torch.dtype
     major = device.capability(where)[0]
     if major == 12:
         return SMALL_CONFIG
-    if out_dtype == torch.float32:
-        return replace(best, stages=2 if major == 10 else 3)
+    if out_dtype == torch.float32:  # the output tile takes twice the shared memory
+        return replace(best, stages=2 if major == 10 else best.stages - 1)
     return best
 
 
@@ -285,7 +291,8 @@ def bf16_mm_m_groups(
         b, b_rows = b.contiguous(), False
     stored = b.mT if b_rows else b
     tma = k > 0 and tma_ready(a, stored)
-    c = config or _config(M_GROUPS_CONFIG, a.device, tma, out_dtype)
+    best = M_GROUPS_LARGE if m >= LARGE_GROUP * g else M_GROUPS_CONFIG
+    c = config or _config(best, a.device, tma, out_dtype)
     tma_out = tma and c.tma_out and tma_ready(out)
     cols = c.cols // 2 if c.halves else c.cols
     b_block = (1, c.step, c.cols) if b_rows else (1, c.cols, c.step)
@@ -371,7 +378,7 @@ def _example(*shape: int) -> Tensor:
 
 
 _OFFS = torch.tensor([16, 48], dtype=torch.int32)
-_WGMMA = {"cuda:90": r"wgmma\.mma_async\.\S*m64n256k16", "cuda:100": r"tcgen05\.mma", "cuda:120": r"mma\.sync"}
+_WGMMA = {"cuda:90": r"wgmma\.mma_async\.\S*m64n(?:128|256)k16", "cuda:100": r"tcgen05\.mma", "cuda:120": r"mma\.sync"}
 _CALLS = {
     "fprop": lambda: bf16_mm_m_groups(_example(64, 128), _example(2, 256, 128), _OFFS, None, torch.bfloat16),
     "fprop bias fp32": lambda: bf16_mm_m_groups(
@@ -379,6 +386,7 @@ _CALLS = {
     ),
     "dgrad": lambda: bf16_mm_m_groups(_example(64, 256), _example(2, 256, 128).mT, _OFFS, None, torch.bfloat16),
     "wgrad": lambda: bf16_mm_k_groups(_example(64, 256), _example(64, 128), _OFFS, torch.bfloat16),
+    "wgrad fp32": lambda: bf16_mm_k_groups(_example(64, 256), _example(64, 128), _OFFS, torch.float32),
 }
 OFFLINE = [Case(name, call, expect=_WGMMA) for name, call in _CALLS.items()] + [
     Case("fprop odd", lambda: bf16_mm_m_groups(_example(64, 81), _example(2, 71, 81), _OFFS, None, torch.bfloat16)),
