@@ -35,7 +35,7 @@ from mxmoe.formats import BLOCK, SF_ROWS, elem_format
 from mxmoe.shapes import cdiv
 
 TILE_ROWS = SF_ROWS
-"""Rows of a program's tile: one row tile of the blocked layout, so a tile belongs to one group only."""
+"""Rows of a program's tile, in every configuration: four blocks, one row tile of the blocked layout."""
 
 LOAD_BYTES = 16
 MAX_GROUPS = 4096
@@ -304,12 +304,16 @@ def _add(a, b):
 
 
 @gluon.jit
-def group_tile(offs_ptr, padded_ptr, t, G, M, write_padded, G_POW2: gl.constexpr, W: gl.constexpr):
-    """Tile ``t`` of the rows in groups, each group padded to whole tiles of 128 rows.
+def group_blocks(
+    offs_ptr, padded_ptr, t, G, M, write_padded, BLOCKED: gl.constexpr, G_POW2: gl.constexpr, W: gl.constexpr
+):
+    """The four blocks of 32 rows of tile ``t`` of the result, in which every group is padded to 32 rows.
 
-    Returns ``(row, rows, tail, padded_row, first_tile, tiles)``: first source row and number of source rows; whether it
-    is a slack tile (behind the last group: its source rows belong to no group); first row in the result that is padded
-    to 32; first tile and number of tiles of its group. Safe for any content of offs.
+    Returns ``(row, down, live, owed, place, used_tiles)``: first source row of the first block; source rows from there
+    to the first rows of the other three; source rows of each block; source rows of each that are owed a rowwise result
+    (the same, but behind the last group, where the blocks walk the rows of no group, none of them is live); where the
+    blocked scales go, see ``_block_place``; 128-row tiles of all groups. A tile may hold parts of several groups. Safe
+    for any content of offs.
     """
     LG: gl.constexpr = groups_layout(G_POW2, W)
     g = gl.arange(0, G_POW2, layout=LG)
@@ -318,71 +322,54 @@ def group_tile(offs_ptr, padded_ptr, t, G, M, write_padded, G_POW2: gl.constexpr
     end = gl.associative_scan(gl.minimum(gl.maximum(end, 0), M), 0, _max)
     start = gl.associative_scan(gl.minimum(gl.maximum(start, 0), M), 0, _max)
     size = gl.where(g < G, end - start, 0)
-    tiles = (size + 127) // 128
-    tile_end = gl.associative_scan(tiles, 0, _add)
-    tile_start = tile_end - tiles
     padded = (size + 31) // 32 * 32
     padded_end = gl.associative_scan(padded, 0, _add)
+    padded_start = padded_end - padded
     if write_padded:
         gl.store(padded_ptr + g, padded_end, mask=g < G)
 
-    mine = (tile_start <= t) & (t < tile_end)  # true for at most one group
-    found = gl.max(mine.to(gl.int32), 0)
-    used = gl.max(tile_end, 0)
-    first_tile = gl.sum(gl.where(mine, tile_start, 0), 0)
-    inside = (t - first_tile) * 128
-    row = gl.sum(gl.where(mine, start, 0), 0) + inside
-    last = gl.sum(gl.where(mine, end, 0), 0)
-    padded_row = gl.sum(gl.where(mine, padded_end - padded, 0), 0) + inside
-    tiles_mine = gl.sum(gl.where(mine, tiles, 0), 0)
-    slack = (t - used) * 128
-    row = gl.where(found != 0, row, gl.max(end, 0) + slack)
-    rows = gl.where(found != 0, last - row, M - row)
-    padded_row = gl.where(found != 0, padded_row, gl.max(padded_end, 0) + slack)
-    return (
-        row,
-        gl.minimum(gl.maximum(rows, 0), 128),
-        found == 0,
-        padded_row,
-        gl.where(found != 0, first_tile, t),
-        gl.where(found != 0, tiles_mine, 1),
-    )
-
-
-@gluon.jit
-def group_blocks(offs_ptr, padded_ptr, t, G, M, write_padded, G_POW2: gl.constexpr, W: gl.constexpr):
-    """The four blocks of 32 rows of tile ``t`` of the result, in which every group is padded to 32 rows.
-
-    Returns ``(row, down, live, owed)``: first source row of the first block; source rows from there to the first rows
-    of the other three; source rows of each block; source rows of each that are owed a rowwise result (the same, but
-    behind the last group, where the blocks walk the rows of no group, none of them is live). A tile may hold parts of
-    several groups. Safe for any content of offs.
-    """
-    LG: gl.constexpr = groups_layout(G_POW2, W)
-    g = gl.arange(0, G_POW2, layout=LG)
-    end = gl.load(offs_ptr + g, mask=g < G, other=0)
-    start = gl.load(offs_ptr + g - 1, mask=(g > 0) & (g < G), other=0)
-    end = gl.associative_scan(gl.minimum(gl.maximum(end, 0), M), 0, _max)
-    start = gl.associative_scan(gl.minimum(gl.maximum(start, 0), M), 0, _max)
-    padded = (gl.where(g < G, end - start, 0) + 31) // 32 * 32
-    padded_end = gl.associative_scan(padded, 0, _add)
-    if write_padded:
-        gl.store(padded_ptr + g, padded_end, mask=g < G)
-
-    # Both fall or rise with g: the first group that ends behind a row has the largest shift and the smallest end.
-    shift = start - (padded_end - padded)
+    shift = start - padded_start
     used = gl.max(end, 0)
     padded_used = gl.max(padded_end, 0)
-    row0, live0, owed0 = _block_rows(t * 128, padded_end, shift, end, used, padded_used, M)
-    row1, live1, owed1 = _block_rows(t * 128 + 32, padded_end, shift, end, used, padded_used, M)
-    row2, live2, owed2 = _block_rows(t * 128 + 64, padded_end, shift, end, used, padded_used, M)
-    row3, live3, owed3 = _block_rows(t * 128 + 96, padded_end, shift, end, used, padded_used, M)
-    return row0, (row1 - row0, row2 - row0, row3 - row0), (live0, live1, live2, live3), (owed0, owed1, owed2, owed3)
+    p = t * 128
+    row0, live0, owed0 = _block_rows(p, padded_end, shift, end, used, padded_used, M)
+    row1, live1, owed1 = _block_rows(p + 32, padded_end, shift, end, used, padded_used, M)
+    row2, live2, owed2 = _block_rows(p + 64, padded_end, shift, end, used, padded_used, M)
+    row3, live3, owed3 = _block_rows(p + 96, padded_end, shift, end, used, padded_used, M)
+    down = (row1 - row0, row2 - row0, row3 - row0)
+    live = (live0, live1, live2, live3)
+    owed = (owed0, owed1, owed2, owed3)
+    if BLOCKED:
+        tiles = (size + 127) // 128
+        tile_end = gl.associative_scan(tiles, 0, _add)
+        tile_start = tile_end - tiles
+        first0, tiles0, index0, extra0 = _block_place(p, padded_start, padded_end, tile_start, tile_end, padded_used)
+        first1, tiles1, index1, extra1 = _block_place(
+            p + 32, padded_start, padded_end, tile_start, tile_end, padded_used
+        )
+        first2, tiles2, index2, extra2 = _block_place(
+            p + 64, padded_start, padded_end, tile_start, tile_end, padded_used
+        )
+        first3, tiles3, index3, extra3 = _block_place(
+            p + 96, padded_start, padded_end, tile_start, tile_end, padded_used
+        )
+        place = (
+            (first0, first1, first2, first3),
+            (tiles0, tiles1, tiles2, tiles3),
+            (index0, index1, index2, index3),
+            (extra0, extra1, extra2, extra3),
+        )
+        return row0, down, live, owed, place, gl.max(tile_end, 0)
+    else:
+        return row0, down, live, owed, 0, 0
 
 
 @gluon.jit
 def _block_rows(p, padded_end, shift, end, used, padded_used, M):
-    """Row ``p`` of the result: its source row, live rows and owed rows from there, at most 32."""
+    """Row ``p`` of the result: its source row, live rows and owed rows from there, at most 32.
+
+    Everything that a group has rises or falls with the group: the first one that ends behind ``p`` has the extreme.
+    """
     behind = padded_end > p
     row = p + gl.max(gl.where(behind, shift, -(2**31)), 0)
     live = gl.minimum(gl.min(gl.where(behind, end, M), 0) - row, 32)
@@ -392,17 +379,38 @@ def _block_rows(p, padded_end, shift, end, used, padded_used, M):
 
 
 @gluon.jit
+def _block_place(p, padded_start, padded_end, tile_start, tile_end, padded_used):
+    """Row ``p`` of the result: first 128-row tile and tiles of its group; block inside the group, -1 behind the last
+    group; blocks that its tile lacks after it, if it is the last of its group."""
+    behind = padded_end > p
+    big: gl.constexpr = 2**31 - 1
+    first = gl.min(gl.where(behind, tile_start, big), 0)
+    tiles = gl.min(gl.where(behind, tile_end, big), 0) - first
+    start = gl.min(gl.where(behind, padded_start, big), 0)
+    end = gl.min(gl.where(behind, padded_end, big), 0)
+    index = (p - start) // 32
+    live = p < padded_used
+    extra = gl.where(live & (end - p <= 32), 3 - index % 4, 0)
+    return gl.where(live, first, 0), tiles, gl.where(live, index, -1), extra
+
+
+@gluon.jit
+def all_equal(v, value):
+    return (v[0] == value) & (v[1] == value) & (v[2] == value) & (v[3] == value)
+
+
+@gluon.jit
 def _of_block(b, v0, v1, v2, v3):
     return gl.where(b < 2, gl.where(b == 0, v0, v1), gl.where(b == 2, v2, v3))
 
 
 @gluon.jit
-def source_rows(r4, down, counts, SPLIT: gl.constexpr):
-    """Rows 4*r4 of a tile: rows from its first source row, and how many of the next four are there.
+def source_rows(r4, down, counts, GROUPED: gl.constexpr):
+    """Rows 4*r4 of a tile: rows from its first source row, and how many are there from this one on.
 
-    Not SPLIT: the rows follow each other, ``counts`` of them.
+    Without groups the rows follow each other, ``counts`` of them.
     """
-    if SPLIT:
+    if GROUPED:
         b = r4 // 8
         inside = r4 % 8 * 4
         row = _of_block(b, 0, down[0], down[1], down[2]) + inside
@@ -412,47 +420,30 @@ def source_rows(r4, down, counts, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def tile_rows(
-    offs_ptr, padded_ptr, t, M, MO, G, sf_tiles, write_padded, GROUPED: gl.constexpr, G_POW2: gl.constexpr,
-    W: gl.constexpr,
-):  # fmt: skip
-    """Rows of row tile ``t``, with or without groups.
-
-    Returns ``(row, load_rows, row_rows, out_row, out_rows, sf_tile, sf_stride)``: first source row; source rows to
-    read; source rows that this tile owes a rowwise result; first row and number of rows of the column-major result (MO
-    rows); blocked colwise scale: tile of the first 128 columns, and tiles from there to the next 128 columns.
-    ``sf_tiles``: ceil(K/128) in groups, else ceil(MO/128).
-    """
-    if GROUPED:
-        row, rows, tail, padded_row, first_tile, tiles = group_tile(
-            offs_ptr, padded_ptr, t, G, M, write_padded, G_POW2, W
-        )
-        out_row = padded_row // 32 * 32  # a multiple of 32 anyway: now the compiler knows
-        load_rows = gl.where(tail, 0, rows)
-        out_rows = gl.where(tail, gl.minimum(gl.maximum(MO - out_row, 0), 128), (rows + 31) // 32 * 32)
-        return row, load_rows, rows, out_row, out_rows, first_tile * sf_tiles + (t - first_tile), tiles
-    else:
-        row = t * 128
-        rows = gl.minimum(M - row, 128)
-        return row, rows, rows, row, rows, t, sf_tiles
+def zero_tiles(s_ptr, first, end, W: gl.constexpr):
+    """Zero the 512-byte tiles ``first .. end - 1``; all programs share the work."""
+    at = gl.arange(0, 128, layout=gl.BlockedLayout([4], [32], [W], [0]))
+    word_ptr = s_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    for tile in range(first + gl.program_id(0), end, gl.num_programs(0)):
+        gl.store(word_ptr + (tile.to(gl.int64) * 128 + at), gl.zeros_like(at))
 
 
 # --- load ------------------------------------------------------------------------------------------------------------
 @gluon.jit
 def load_words(
-    x_ptr, down, rows, cols, ld8, MASKED: gl.constexpr, SPLIT: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr,
+    x_ptr, down, rows, cols, ld8, MASKED: gl.constexpr, GROUPED: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr,
     LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr, CACHE: gl.constexpr, EVICT: gl.constexpr,
 ):  # fmt: skip
     """Words w0..w3 of a tile whose first value is at ``x_ptr``; ``rows`` and ``cols`` of it exist, the rest is 0.
 
-    ``down`` and ``rows``: see ``source_rows``. ``ld8``: row stride in units of 16 bytes, so that the compiler sees the alignment of every row. ``cols`` is in
-    words and a multiple of 4.
+    ``down`` and ``rows``: see ``source_rows``. ``ld8``: row stride in units of 16 bytes, so that the compiler sees the
+    alignment of every row. ``cols`` is in words and a multiple of 4.
     """
     L: gl.constexpr = words_layout(TR, TW, LR, WR, W)
     r4 = gl.arange(0, TR * LR * WR, layout=gl.SliceLayout(1, L))[:, None]
     c = gl.arange(0, TW * (32 // LR) * (W // WR), layout=gl.SliceLayout(0, L))[None, :]
     word_ptr = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    row, left = source_rows(r4, down, rows, SPLIT)
+    row, left = source_rows(r4, down, rows, GROUPED)
     at = word_ptr + (row * (ld8 * 4) + c)
     step = ld8 * 4
     if MASKED:
@@ -471,18 +462,32 @@ def load_words(
 
 # --- columns ---------------------------------------------------------------------------------------------------------
 @gluon.jit
+def _col_scale_base(first, tiles, index, sf_row_tiles, col):
+    """Byte of block ``index`` of a group, column ``col // 128 * 128``, in the blocked K-group layout."""
+    tile = first.to(gl.int64) * sf_row_tiles + (col // 128) * tiles + index // 4
+    return tile * 512 + index % 4
+
+
+@gluon.jit
+def _row_scale_base(first, index, sf_row_tiles, col):
+    """Byte of row 0 of block ``index`` of a group, column ``col // 128 * 128``, in the blocked M-group layout."""
+    tile = (first + index // 4).to(gl.int64) * sf_row_tiles + col // 128
+    return tile * 512 + index % 4 * 4
+
+
+@gluon.jit
 def store_cols(
-    q_ptr, s_ptr, w0, w1, w2, w3, ld16, out_rows16, cols, scale_ld, sf_group_tiles, sf_cols, sf_col0,
-    MASKED: gl.constexpr, BLOCKED: gl.constexpr, EMAX: gl.constexpr, THRESH: gl.constexpr, E5M2: gl.constexpr,
-    FP16: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr,
-    CACHE: gl.constexpr,
+    q_ptr, s_ptr, w0, w1, w2, w3, ld16, out_rows16, col, cols, scale_ld, place, sf_row_tiles, sf_slots,
+    MASKED: gl.constexpr, GROUPED: gl.constexpr, BLOCKED: gl.constexpr, EMAX: gl.constexpr, THRESH: gl.constexpr,
+    E5M2: gl.constexpr, FP16: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr,
+    W: gl.constexpr, CACHE: gl.constexpr,
 ):  # fmt: skip
     """Quantize a tile in blocks of 32 rows and store it column-major, and its scale bytes.
 
     ``q_ptr``: byte of the tile's first value; ``ld16``: column stride in units of 16 bytes; ``out_rows16``: rows to
-    store in units of 16; ``cols``: columns to store. Plain scale: ``s_ptr`` at its first byte, ``scale_ld`` bytes from
-    column to column. Blocked: ``s_ptr`` at the 512-byte tile of the first column, ``sf_group_tiles`` tiles from there
-    to the next 128 columns, ``sf_cols`` columns left that have bytes in the buffer, ``sf_col0`` = first column mod 128.
+    store in units of 16; ``col``: first column; ``cols``: columns to store. Plain scale: ``s_ptr`` at its first byte,
+    ``scale_ld`` bytes from column to column. Blocked: ``s_ptr`` at the tile of row tile and column 0 (of the matrix, in
+    groups), ``sf_row_tiles`` = ceil(K/128), ``sf_slots`` tiles from 128 columns to the next, ``place`` of a group's.
     """
     R4: gl.constexpr = TR * LR * WR
     KW: gl.constexpr = TW * (32 // LR) * (W // WR)
@@ -520,14 +525,32 @@ def store_cols(
     low = (byte & 0xFF).to(gl.uint8)
     high = ((byte >> 16) & 0xFF).to(gl.uint8)
     if BLOCKED:
-        kk = k + sf_col0
-        sf = s_ptr + ((kk // 128) * (sf_group_tiles * 512) + (kk % 32) * 16 + (kk % 128) // 32 * 4 + b)
-        if MASKED:
-            gl.store(sf, low, mask=k < sf_cols)
-            gl.store(sf + 16, high, mask=k < sf_cols)
+        kk = k + col % 128
+        sf = (kk % 32) * 16 + (kk % 128) // 32 * 4
+        keep_s = k < sf_row_tiles * 128 - col
+        if GROUPED:
+            first, tiles, index, extra = place
+            base0 = _col_scale_base(first[0], tiles[0], index[0], sf_row_tiles, col)
+            base1 = _col_scale_base(first[1], tiles[1], index[1], sf_row_tiles, col)
+            base2 = _col_scale_base(first[2], tiles[2], index[2], sf_row_tiles, col)
+            base3 = _col_scale_base(first[3], tiles[3], index[3], sf_row_tiles, col)
+            sf += (kk // 128) * (_of_block(b, tiles[0], tiles[1], tiles[2], tiles[3]) * 512)
+            at_s = s_ptr + (_of_block(b, base0, base1, base2, base3) + sf)
+            keep_s = keep_s & (_of_block(b, index[0], index[1], index[2], index[3]) >= 0)
         else:
-            gl.store(sf, low)
-            gl.store(sf + 16, high)
+            at_s = s_ptr + ((col // 128).to(gl.int64) * (sf_slots * 512) + ((kk // 128) * (sf_slots * 512) + sf + b))
+        if MASKED:
+            gl.store(at_s, low, mask=keep_s)
+            gl.store(at_s + 16, high, mask=keep_s)
+            if GROUPED:
+                lacks = _of_block(b, extra[0], extra[1], extra[2], extra[3])
+                zero = gl.zeros_like(low)
+                for i in gl.static_range(1, 4):
+                    gl.store(at_s + i, zero, mask=keep_s & (lacks >= i))
+                    gl.store(at_s + 16 + i, zero, mask=keep_s & (lacks >= i))
+        else:
+            gl.store(at_s, low)
+            gl.store(at_s + 16, high)
     else:
         at_s = s_ptr + (k * scale_ld + b)
         if MASKED:
@@ -585,17 +608,17 @@ def _store_row(
 
 @gluon.jit
 def store_rows(
-    q_ptr, s_ptr, w0, w1, w2, w3, ld8, down, rows, cols, scale_ld, scale_cols, sf_blocks, sf_col0, sf_row0,
-    MASKED: gl.constexpr, SPLIT: gl.constexpr, BLOCKED: gl.constexpr, EMAX: gl.constexpr, THRESH: gl.constexpr, E5M2: gl.constexpr,
-    FP16: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr,
-    CACHE: gl.constexpr,
+    q_ptr, s_ptr, w0, w1, w2, w3, ld8, down, rows, col, cols, scale_ld, place, sf_row_tiles,
+    MASKED: gl.constexpr, GROUPED: gl.constexpr, BLOCKED: gl.constexpr, EMAX: gl.constexpr, THRESH: gl.constexpr,
+    E5M2: gl.constexpr, FP16: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr,
+    W: gl.constexpr, CACHE: gl.constexpr,
 ):  # fmt: skip
     """Quantize a tile in blocks of 32 columns and store it row-major, and its scale bytes.
 
     ``q_ptr``: byte of the tile's first value; ``ld8``: row stride in units of 8 bytes; ``down``, ``rows``: see
-    ``source_rows``; ``rows``, ``cols``: what to store. Plain scale: ``s_ptr`` at its first byte, ``scale_ld`` bytes from row to row, ``scale_cols`` of a row to
-    store. Blocked: ``s_ptr`` at its first 512-byte tile, ``sf_blocks`` column blocks left that have bytes in the
-    buffer, ``sf_col0`` = first column block mod 4, ``sf_row0`` = first row mod 128.
+    ``source_rows``; ``col``: first column; ``rows``, ``cols``: what to store. Plain scale: ``s_ptr`` at its first byte,
+    ``scale_ld`` bytes from row to row. Blocked: ``s_ptr`` at the tile of row tile and column 0 (of the matrix, in
+    groups), ``sf_row_tiles`` = ceil(K/128), ``place`` of a group's.
     """
     R4: gl.constexpr = TR * LR * WR
     KW: gl.constexpr = TW * (32 // LR) * (W // WR)
@@ -613,7 +636,7 @@ def store_rows(
     inv2, inv3 = split_multiplier(low23, high23, FP16)
     r4 = gl.arange(0, R4, layout=gl.SliceLayout(1, L))[:, None]
     c = gl.arange(0, KW, layout=gl.SliceLayout(0, L))[None, :]
-    row, left = source_rows(r4, down, rows, SPLIT)
+    row, left = source_rows(r4, down, rows, GROUPED)
     at = q_ptr.to(gl.pointer_type(gl.int16), bitcast=True) + (row * (ld8 * 4) + c)
     step = ld8 * 4
     inside = c < cols // 8 * 4
@@ -626,28 +649,46 @@ def store_rows(
     word = (byte01 & 0xFF) | ((byte01 >> 8) & 0xFF00) | ((byte23 & 0xFF) << 16) | ((byte23 & 0xFF0000) << 8)
     LB: gl.constexpr = gl.BlockedLayout([1, NKB], [32, 1], [W, 1], [1, 0])
     word = gl.convert_layout(word, LB)
-    r, left = source_rows(gl.arange(0, R4, layout=gl.SliceLayout(1, LB))[:, None], down, rows, SPLIT)
+    r4s = gl.arange(0, R4, layout=gl.SliceLayout(1, LB))[:, None]
+    r, left = source_rows(r4s, down, rows, GROUPED)
     kb = gl.arange(0, NKB, layout=gl.SliceLayout(0, LB))[None, :]
-    for i in gl.static_range(4):
-        part = ((word >> (8 * i)) & 0xFF).to(gl.uint8)
-        ri = r + i
-        if BLOCKED:
-            rr = ri + sf_row0
-            if NKB % 4 == 0:  # whole tiles: the compiler sees four bytes side by side
-                kk = kb
-            else:
-                kk = kb + sf_col0
-            at_s = s_ptr + (kk // 4 * 512 + (rr % 32) * 16 + rr // 32 * 4 + kk % 4)
-            if MASKED:
-                gl.store(at_s, part, mask=kb < sf_blocks)
-            else:
-                gl.store(at_s, part)
+    kk = kb
+    if NKB % 4 != 0:  # else the tile starts a scale tile, and the compiler sees four bytes side by side
+        kk = kb + col // 32 % 4
+    if BLOCKED:
+        keep_s = kb < sf_row_tiles * 4 - col // 32
+        sf = kk // 4 * 512 + kk % 4
+        if GROUPED:
+            first, _, index, extra = place
+            b = r4s // 8
+            base0 = _row_scale_base(first[0], index[0], sf_row_tiles, col)
+            base1 = _row_scale_base(first[1], index[1], sf_row_tiles, col)
+            base2 = _row_scale_base(first[2], index[2], sf_row_tiles, col)
+            base3 = _row_scale_base(first[3], index[3], sf_row_tiles, col)
+            at_s = s_ptr + (_of_block(b, base0, base1, base2, base3) + (r4s % 8 * 64 + sf))
+            keep_s = keep_s & (_of_block(b, index[0], index[1], index[2], index[3]) >= 0)
         else:
-            at_s = s_ptr + (ri * scale_ld + kb)
+            at_s = s_ptr + (col // 128 * 512 + (r4s % 8 * 64 + r4s // 8 * 4 + sf))
+        for i in gl.static_range(4):
+            part = ((word >> (8 * i)) & 0xFF).to(gl.uint8)
             if MASKED:
-                gl.store(at_s, part, mask=(left > i) & (kb < scale_cols))
+                gl.store(at_s + 16 * i, part, mask=keep_s)
             else:
-                gl.store(at_s, part)
+                gl.store(at_s + 16 * i, part)
+        if MASKED and GROUPED:
+            lacks = _of_block(b, extra[0], extra[1], extra[2], extra[3])
+            zero = gl.zeros_like(word).to(gl.uint8)
+            for i in gl.static_range(1, 4):
+                for j in gl.static_range(4):
+                    gl.store(at_s + (16 * j + 4 * i), zero, mask=keep_s & (lacks >= i))
+    else:
+        at_s = s_ptr + (r * scale_ld + kb)
+        for i in gl.static_range(4):
+            part = ((word >> (8 * i)) & 0xFF).to(gl.uint8)
+            if MASKED:
+                gl.store(at_s + scale_ld * i, part, mask=(left > i) & (kb < scale_ld - col // 32))
+            else:
+                gl.store(at_s + scale_ld * i, part)
 
 
 # --- what the launchers share ----------------------------------------------------------------------------------------
@@ -691,15 +732,6 @@ def group_slots(offs: Tensor | None) -> int:
     return 1 if offs is None else max(32, next_power_of_2(offs.numel()))
 
 
-def row_tile_count(m: int, offs: Tensor | None, split: bool) -> int:
-    """Row tiles of 128, an upper bound that needs no look at offs.
-
-    Tiles of one group each: every group may add one that is not full. ``split`` tiles: every group adds its padding.
-    """
-    pad = 0 if offs is None else (BLOCK if split else TILE_ROWS) - 1
-    return cdiv(m + pad * (0 if offs is None else offs.numel()), TILE_ROWS)
-
-
-def splits(offs: Tensor | None, blocked: bool, config: Config) -> bool:
-    """Whether a tile holds blocks of 32 rows of any groups. Blocked scales want 128 rows of one group together."""
-    return offs is not None and not blocked and config.rows == TILE_ROWS
+def row_tile_count(m: int, offs: Tensor | None) -> int:
+    """Row tiles of 128 of a result in which every group adds its padding to 32: an upper bound, no look at offs."""
+    return cdiv(m + (0 if offs is None else (BLOCK - 1) * offs.numel()), TILE_ROWS)

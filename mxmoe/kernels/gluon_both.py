@@ -29,13 +29,12 @@ from mxmoe.formats import BLOCK
 from mxmoe.kernels import _gluon
 from mxmoe.kernels._gluon import Config
 
-CONFIG = Config()
+CONFIG = Config(maxnreg=128)  # 128 registers: four programs of an SM at once, nothing spilled
 
 
 @gluon.jit(
     do_not_specialize=[
-        "M", "K8", "MO", "G", "ld8", "batch8", "scale_ld", "row_tiles", "col_tiles", "sf_row_tiles", "sf_tiles",
-        "sf_slots", "sfr_slots",
+        "M", "K8", "MO", "G", "ld8", "batch8", "scale_ld", "row_tiles", "col_tiles", "sf_row_tiles", "sf_slots",
     ]
 )  # fmt: skip
 def _quantize_both_kernel(
@@ -56,11 +55,8 @@ def _quantize_both_kernel(
     row_tiles,  # tiles of 128 rows
     col_tiles,  # tiles of the configuration's columns
     sf_row_tiles,  # ceil(K / 128): row tiles of the blocked scale
-    sf_tiles,  # what ``tile_rows`` wants: sf_row_tiles in groups, else ceil(MO / 128)
-    sf_slots,  # column tiles that the blocked colwise buffer has
-    sfr_slots,  # row tiles that the blocked rowwise buffer has
+    sf_slots,  # 128-row tiles that the blocked buffer has
     GROUPED: gl.constexpr,
-    SPLIT: gl.constexpr,  # the blocks of a tile may belong to several groups
     G_POW2: gl.constexpr,
     BLOCKED: gl.constexpr,
     K128: gl.constexpr,  # K % 128 == 0
@@ -79,88 +75,77 @@ def _quantize_both_kernel(
     EVICT: gl.constexpr,
     STORE: gl.constexpr,
 ):
-    BM: gl.constexpr = 4 * TR * LR * WR
     BK: gl.constexpr = 2 * TW * (32 // LR) * (W // WR)
-    SUB: gl.constexpr = 128 // BM
 
     # 1. Which tile is mine?
     pid = gl.program_id(0)
-    per_expert = row_tiles * SUB * col_tiles
+    per_expert = row_tiles * col_tiles
     expert = (pid // per_expert).to(gl.int64)
-    rt, ct = _gluon.tile_order(pid % per_expert, row_tiles * SUB, col_tiles, BAND * SUB, CBAND)
-    t = rt // SUB
+    t, ct = _gluon.tile_order(pid % per_expert, row_tiles, col_tiles, BAND, CBAND)
 
     # 2. Coordinates: source rows, rows of the result, columns.
-    down = (rt % SUB) * BM
-    if SPLIT:  # BM is 128
-        row, rel, live, owed = _gluon.group_blocks(offs_ptr, padded_ptr, t, G, M, pid == 0, G_POW2, W)
-        full = (live[0] == 32) & (live[1] == 32) & (live[2] == 32) & (live[3] == 32)
-        out_row = t * 128
-        out_rows = gl.minimum(gl.maximum(MO - out_row, 0), 128)
-        sf_tile = 0
-        sf_stride = 0
-    else:
-        row, live, owed, out_row, out_rows, sf_tile, sf_stride = _gluon.tile_rows(
-            offs_ptr, padded_ptr, t, M, MO, G, sf_tiles, pid == 0, GROUPED, G_POW2, W
+    out_row = t * 128
+    out_rows = gl.minimum(gl.maximum(MO - out_row, 0), 128)
+    if GROUPED:
+        row, down, live, owed, place, used_tiles = _gluon.group_blocks(
+            offs_ptr, padded_ptr, t, G, M, pid == 0, BLOCKED, G_POW2, W
         )
-        rel = 0
-        row += down
-        out_row += down
-        live = gl.minimum(gl.maximum(live - down, 0), BM)
-        owed = gl.minimum(gl.maximum(owed - down, 0), BM)
-        out_rows = gl.minimum(gl.maximum(out_rows - down, 0), BM)
-        full = live == BM
+        full = _gluon.all_equal(live, 32)
+        if BLOCKED:
+            full = full & _gluon.all_equal(place[3], 0)
+    else:
+        row = out_row
+        down = 0
+        live = out_rows
+        owed = out_rows
+        place = 0
+        full = True
     col = ct * BK
     cols = K8 * 8 - col
     x_tile = x_ptr + ((expert * batch8 + row.to(gl.int64) * ld8) * 8 + col)
     q_tile = q_ptr + ((expert * (K8 * 8) + col) * MO.to(gl.int64) // 16 * 16 + out_row)
-    if BLOCKED:
-        tile = expert * (sf_row_tiles * sf_slots) + sf_tile + (col // 128).to(gl.int64) * sf_stride
-        s_tile = s_ptr + (tile * 512 + down // 32)
-        sf_cols = gl.where(t < sf_slots, sf_row_tiles * 128 - col, 0)
-    else:
-        s_tile = s_ptr + ((expert * (K8 * 8) + col) * scale_ld + out_row // 32)
-        sf_cols = 0
+    qr_tile = qr_ptr + ((expert * M + row) * (K8 * 8).to(gl.int64) + col)
     if K128:  # the compiler then sees that four scale bytes of a row are one aligned word
         scale_k = K8 // 16 * 4
     else:
         scale_k = (K8 + 3) // 4
-    qr_tile = qr_ptr + ((expert * M + row) * (K8 * 8).to(gl.int64) + col)
     if BLOCKED:
-        tile_r = (expert * sfr_slots + t) * sf_row_tiles + col // 128
-        sr_tile = sr_ptr + tile_r * 512
-        sf_blocks = gl.where(t < sfr_slots, sf_row_tiles * 4 - ct * (BK // 32), 0)
-        sf_shift = ct * (BK // 32) % 4
+        s_tile = s_ptr
+        sr_tile = sr_ptr
+        if GROUPED:
+            _gluon.zero_tiles(s_ptr, used_tiles * sf_row_tiles, sf_slots * sf_row_tiles, W)
+            _gluon.zero_tiles(sr_ptr, used_tiles * sf_row_tiles, sf_slots * sf_row_tiles, W)
+        else:
+            s_tile += (expert * (sf_row_tiles * sf_slots) + t) * 512
+            sr_tile += (expert * sf_slots + t) * sf_row_tiles * 512
     else:
-        sr_tile = sr_ptr + ((expert * M + row) * scale_k + ct * (BK // 32))
-        sf_blocks = 0
-        sf_shift = 0
+        s_tile = s_ptr + ((expert * (K8 * 8) + col) * scale_ld + out_row // 32)
+        sr_tile = sr_ptr + ((expert * M + row) * scale_k + col // 32)
 
     # 3. and 4. Load (rows and columns outside are 0), quantize, store. Rows first: 122 registers, columns first 174.
-    if full & (out_rows == BM) & (cols >= BK):
+    if full & (out_rows == 128) & (cols >= BK):
         w0, w1, w2, w3 = _gluon.load_words(
-            x_tile, rel, live, BK // 2, ld8, False, SPLIT, TR, TW, LR, WR, W, LOAD, EVICT
+            x_tile, down, live, BK // 2, ld8, False, GROUPED, TR, TW, LR, WR, W, LOAD, EVICT
         )
         _gluon.store_rows(
-            qr_tile, sr_tile, w0, w1, w2, w3, K8, rel, owed, BK, scale_k, BK // 32, BK // 32, sf_shift, down,
-            False, SPLIT, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
+            qr_tile, sr_tile, w0, w1, w2, w3, K8, down, owed, col, BK, scale_k, place, sf_row_tiles,
+            False, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
         )  # fmt: skip
         _gluon.store_cols(
-            q_tile, s_tile, w0, w1, w2, w3, MO // 16, BM // 16, BK, scale_ld, sf_stride, BK, col % 128,
-            False, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
+            q_tile, s_tile, w0, w1, w2, w3, MO // 16, 8, col, BK, scale_ld, place, sf_row_tiles, sf_slots,
+            False, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
         )  # fmt: skip
     else:
         w0, w1, w2, w3 = _gluon.load_words(
-            x_tile, rel, live, K8 * 4 - col // 2, ld8, True, SPLIT, TR, TW, LR, WR, W, LOAD, EVICT
+            x_tile, down, live, K8 * 4 - col // 2, ld8, True, GROUPED, TR, TW, LR, WR, W, LOAD, EVICT
         )
         _gluon.store_rows(
-            qr_tile, sr_tile, w0, w1, w2, w3, K8, rel, owed, cols, scale_k, scale_k - ct * (BK // 32), sf_blocks,
-            sf_shift, down,
-            True, SPLIT, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
+            qr_tile, sr_tile, w0, w1, w2, w3, K8, down, owed, col, cols, scale_k, place, sf_row_tiles,
+            True, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
         )  # fmt: skip
         _gluon.store_cols(
-            q_tile, s_tile, w0, w1, w2, w3, MO // 16, out_rows // 16, cols, scale_ld, sf_stride, sf_cols, col % 128,
-            True, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
+            q_tile, s_tile, w0, w1, w2, w3, MO // 16, out_rows // 16, col, cols, scale_ld, place, sf_row_tiles,
+            sf_slots, True, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
         )  # fmt: skip
 
 
@@ -195,13 +180,12 @@ def quantize_both(
         s_row = x.new_empty(sr_shape, dtype=torch.uint8)
         s_col = torch.empty_strided(sc_shape, shapes.column_major(sc_shape), dtype=torch.uint8, device=x.device)
     padded = x.new_empty(g, dtype=torch.int32)
-    split = _gluon.splits(offs, blocked, config)
-    row_tiles = _gluon.row_tile_count(m, offs, split)
+    row_tiles = _gluon.row_tile_count(m, offs)
     col_tiles = shapes.cdiv(shapes.round_up(k, _gluon.TILE_ROWS) if blocked else k, config.cols)
     sf_row_tiles = shapes.cdiv(k, _gluon.TILE_ROWS)
     grouped_blocked = blocked and offs is not None
     sf_slots = s_col.shape[-1] // 4 if grouped_blocked else shapes.cdiv(mo, _gluon.TILE_ROWS)
-    programs = (experts[0] if experts else 1) * row_tiles * (_gluon.TILE_ROWS // config.rows) * col_tiles
+    programs = (experts[0] if experts else 1) * row_tiles * col_tiles
     _quantize_both_kernel[(programs,)](
         q_row,
         s_row,
@@ -220,11 +204,8 @@ def quantize_both(
         row_tiles,
         col_tiles,
         sf_row_tiles,
-        sf_row_tiles if offs is not None else sf_slots,
         sf_slots,
-        s_row.shape[0] // _gluon.TILE_ROWS if grouped_blocked else row_tiles,
         GROUPED=offs is not None,
-        SPLIT=split,
         G_POW2=_gluon.group_slots(offs),
         BLOCKED=blocked,
         K128=k % 128 == 0,
