@@ -80,9 +80,7 @@ def _quantize_both_kernel(
 
     # 2. Coordinates: source and destination of each of its blocks.
     MP = aligned(MP, ALIGNED)
-    src, live_end, keep_end, dst, dst_end, first_unit, units = block_rows(
-        tile, offs_ptr, M, MP, G, G_POW2, GROUPED, NB
-    )
+    src, live_end, keep_end, dst, dst_end, first_unit, units = block_rows(tile, offs_ptr, M, MP, G, G_POW2, GROUPED, NB)
 
     # 3. Load; what is not data is zero.
     x = load_blocks(x_ptr + batch * stride_xb, src, live_end, stride_xm, first_col, K, EVEN_K, BLOCK_K)
