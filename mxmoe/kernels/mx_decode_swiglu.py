@@ -7,8 +7,8 @@
       | BN x BK tile |  up rows I + i        read twice, mostly from L2
       +--------------+
 
-Grid     (tiles of I, G). A group without tokens costs one load.
-Writes   every element of out once: rows beyond offs[-1] are zeros, written by ``_rows_kernel``, or here by one more group.
+Grid     (token tiles, tiles of I); token tiles as in ``mx_decode.py``.
+Writes   every element of out once: rows beyond offs[-1] are zeros, written by ``_rows_kernel``.
 Traffic  1 + 1/32 bytes per weight, once per BT tokens; the (M, 2I) intermediate never exists.
 Index    int64 for group, row and token bases.
 Source   ``mx_decode.py``: tiles, forms and exactness are the same.
@@ -22,45 +22,31 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from .mx_decode import (
-    BK,
-    Config,
-    PackedWeight,
-    choose_config,
-    choose_splits,
-    launch_arguments,
-    prepare_rows,
-    tile_product,
-    token_range,
-    zero_rows,
-)
+from .mx_decode import Config, PackedWeight, choose_config, choose_splits, operands, prepare_rows, tile_product
 
 
-@triton.jit(do_not_specialize=["M", "G"])
+@triton.jit(do_not_specialize=["M"])
 def _mx_decode_swiglu_kernel(
     out_ptr,  # (M, I)
     q_ptr,  # (G, 2I, K) e4m3 or e5m2: gate rows, then up rows
     s_ptr,  # (G, 2I, ceil(K/32)) uint8
-    p_ptr,  # (G, ceil(K/128), 2I, 4) uint8, unless FORM is "any"
-    top_ptr,  # (G, 2I) uint8, unless FORM is "any"
-    x16_ptr,  # (M, K) fp16, if FORM is "fp16"
+    p_ptr,  # (G, ceil(K/128), 2I, 4) uint8, if PACKED
+    top_ptr,  # (G, 2I) uint8, if PACKED
+    x16_ptr,  # (M, K) fp16, if PACKED
     xb_ptr,  # (M, K) bf16
     q_desc,  # (G * 2I, K) as boxes (BN, BK), if TMA_Q
-    x_desc,  # (M, K) of FORM as boxes (BT, BK), if TMA_X
-    exp_ptr,  # (M,) int32, if FORM is "fp16"
+    x_desc,  # (M, K) fp16 as boxes (BT, BK), if TMA_X
+    exp_ptr,  # (M,) int32, if PACKED
+    tiles_ptr,  # (token tiles, 3) int32
     weight_ptr,  # (T * k,) routing weights, if WEIGHTED
     order_ptr,  # (M,) int32: slot of every row, if WEIGHTED
-    offs_ptr,  # (G,) int32
     M,
     N,  # 2I
     K,
-    G,
     stride_xb,
-    G_POW2: tl.constexpr,
-    FORM: tl.constexpr,
-    E_HI: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    ZERO_TAIL: tl.constexpr,
+    PACKED: tl.constexpr,
+    E_HI: tl.constexpr,
     EVEN: tl.constexpr,
     BN: tl.constexpr,
     BT: tl.constexpr,
@@ -71,42 +57,40 @@ def _mx_decode_swiglu_kernel(
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # 1. Which columns, which tokens. Nothing to do without tokens.
-    g = tl.program_id(1)
-    I = N // 2  # noqa: E741
-    start, end = token_range(offs_ptr, g, M, G, G_POW2)
-    i = tl.program_id(0) * BN + tl.arange(0, BN)
-    if ZERO_TAIL:
-        if g == G:
-            zero_rows(out_ptr, end, M, i, I, BN, BT)
-            return
-    if start >= end:
+    # 1. Which tokens, which columns.
+    if PDL:
+        gdc_wait()
+    tile = tiles_ptr + tl.program_id(0) * 3
+    g = tl.load(tile)
+    t0 = tl.load(tile + 1)
+    end = tl.load(tile + 2)
+    if g < 0:
         return
 
     # 2. Coordinates.
+    I = N // 2  # noqa: E741
+    i = tl.program_id(1) * BN + tl.arange(0, BN)
     row = tl.minimum(i, I - 1)
-    r0 = g * N + tl.program_id(0) * BN
-    if PDL:
-        gdc_wait()
-    for t0 in range(start, end, BT):
-        # 3. Two products. One after the other: both at once would need the registers of two pipelines.
-        gate = tile_product(
-            q_ptr, s_ptr, p_ptr, top_ptr, x16_ptr, xb_ptr, q_desc, x_desc, exp_ptr, g, row, r0, t0, end, N, K, stride_xb,
-            0, K, FORM, E_HI, EVEN, BN, BT, BK, TMA_Q, TMA_X, PERM, STAGES,
-        )  # fmt: skip
-        up = tile_product(
-            q_ptr, s_ptr, p_ptr, top_ptr, x16_ptr, xb_ptr, q_desc, x_desc, exp_ptr, g, row + I, r0 + I, t0, end, N, K,
-            stride_xb, 0, K, FORM, E_HI, EVEN, BN, BT, BK, TMA_Q, TMA_X, PERM, STAGES,
-        )  # fmt: skip
+    r0 = g * N + tl.program_id(1) * BN
 
-        # 4. SwiGLU in fp32, one rounding, store.
-        hidden = gate / (1.0 + tl.exp(-gate)) * up
-        t = t0 + tl.arange(0, BT)
-        if WEIGHTED:
-            slot = tl.load(order_ptr + t, mask=t < end, other=0)
-            hidden *= tl.load(weight_ptr + slot).to(tl.float32)[None, :]
-        at = t.to(tl.int64)[None, :] * I + i[:, None]
-        tl.store(out_ptr + at, hidden.to(out_ptr.dtype.element_ty), mask=(t < end)[None, :] & (i < I)[:, None])
+    # 3. Two products. One after the other: both at once would need the registers of two pipelines.
+    gate = tile_product(
+        q_ptr, s_ptr, p_ptr, top_ptr, x16_ptr, xb_ptr, q_desc, x_desc, exp_ptr, g, row, r0, t0, end, N, K, stride_xb,
+        0, K, PACKED, E_HI, EVEN, BN, BT, BK, TMA_Q, TMA_X, PERM, STAGES,
+    )  # fmt: skip
+    up = tile_product(
+        q_ptr, s_ptr, p_ptr, top_ptr, x16_ptr, xb_ptr, q_desc, x_desc, exp_ptr, g, row + I, r0 + I, t0, end, N, K,
+        stride_xb, 0, K, PACKED, E_HI, EVEN, BN, BT, BK, TMA_Q, TMA_X, PERM, STAGES,
+    )  # fmt: skip
+
+    # 4. SwiGLU in fp32, one rounding, store.
+    hidden = gate / (1.0 + tl.exp(-gate)) * up
+    t = t0 + tl.arange(0, BT)
+    if WEIGHTED:
+        slot = tl.load(order_ptr + t, mask=t < end, other=0)
+        hidden *= tl.load(weight_ptr + slot).to(tl.float32)[None, :]
+    at = t.to(tl.int64)[None, :] * I + i[:, None]
+    tl.store(out_ptr + at, hidden.to(out_ptr.dtype.element_ty), mask=(t < end)[None, :] & (i < I)[:, None])
 
 
 def fits(m: int, g: int, n: int, k: int) -> bool:
@@ -139,23 +123,18 @@ def mx_decode_swiglu(
     if out.numel() == 0:
         return out
     c = config or choose_config(m, g, k)
-    rows = prepare_rows(a, a_scale, index, top_k, offs, packed, quantize, out, True, c)
-    _mx_decode_swiglu_kernel[(triton.cdiv(n // 2, c.rows), g + (not rows.prepared))](
+    rows = prepare_rows(a, a_scale, index, top_k, offs, packed is not None, quantize, out, True, c)
+    arguments, constants = operands(b_q, b_scale, packed, rows, c)
+    _mx_decode_swiglu_kernel[(rows.tiles.shape[0], triton.cdiv(n // 2, c.rows))](
         out,
-        *launch_arguments(b_q, b_scale, packed, rows, c),
+        *arguments,
         weights if weights is not None else offs,
         order if order is not None else offs,
-        offs,
         m,
         n,
         k,
-        g,
         rows.bf16.stride(0),
         WEIGHTED=weights is not None,
-        ZERO_TAIL=not rows.prepared,
-        BN=c.rows,
-        BT=c.tokens,
-        BK=BK,
-        **rows.constants(b_q, packed, c),
+        **constants,
     )
     return out

@@ -11,29 +11,25 @@ from torch import Tensor
 from .. import shapes
 from ..formats import BLOCK, SCALE_NAN
 
-# (lowest, highest) power of two that leaves every element exact. fp16: 2**-9 * 2**-15 = 2**-24, 448 * 2**7 < 65504, and
-# likewise 2**-16 * 2**-8, 57344 * 2**0. bf16: elements come as q * 2**-120; 3 keeps products normal, 112 brings 448 to 1.75.
-WINDOWS = {
-    ("fp16", torch.float8_e4m3fn): (-15, 7),
-    ("fp16", torch.float8_e5m2): (-8, 0),
-    ("bf16", torch.float8_e4m3fn): (3, 112),
-}
+# (lowest, highest) power of two that leaves every element exact in fp16: 2**-9 * 2**-15 = 2**-24, 448 * 2**7 < 65504, and
+# likewise 2**-16 * 2**-8, 57344 * 2**0.
+WINDOW = {torch.float8_e4m3fn: (-15, 7), torch.float8_e5m2: (-8, 0)}
 
 
-def pack_weight(qdata: Tensor, scale: Tensor, form: str) -> tuple[Tensor, Tensor]:
+def pack_weight(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Exponents of every block relative to the largest of its row, in the order in which the kernel reads them.
 
     | name | shape | dtype |
     |---|---|---|
-    | ``qdata`` | ``(G, N, K)`` | e4m3, e5m2 (``form`` "fp16" only) |
+    | ``qdata`` | ``(G, N, K)`` | e4m3, e5m2 |
     | ``scale`` | ``(G, N, ceil(K/32))`` | uint8 |
-    | returns: packed | ``(G, ceil(K/128), N, 4)`` | uint8: high byte of the fp16 2**e, or exponent field of the bf16 2**e |
-    | returns: top | ``(G, N)`` | uint8: largest scale byte among non-zero blocks; 255: the row is not exact in ``form`` |
+    | returns: packed | ``(G, ceil(K/128), N, 4)`` | uint8: high byte of the fp16 2**e |
+    | returns: top | ``(G, N)`` | uint8: largest scale byte among non-zero blocks; 255: the row is not exact |
 
     A block of zeros has no exponent and fits anywhere. A NaN (element or scale) makes its row inexact: such rows are
     expanded the general way. Sync: none.
     """
-    low, high = WINDOWS[form, qdata.dtype]
+    low, high = WINDOW[qdata.dtype]
     groups, n, k = qdata.shape
     words = shapes.cdiv(k, 4 * BLOCK)
     packed = scale.new_zeros((groups, words, n, 4))
@@ -51,7 +47,7 @@ def pack_weight(qdata: Tensor, scale: Tensor, form: str) -> tuple[Tensor, Tensor
         exact = (e >= low).all(-1) & ~broken
         top[g] = torch.where(exact, row_top, SCALE_NAN)
         e = e.clamp(min=low)
-        field = torch.where(e == -15, 2, (e + 15) << 2) if form == "fp16" else e + 127
+        field = torch.where(e == -15, 2, (e + 15) << 2)  # 2**-15 is a subnormal
         field = torch.nn.functional.pad(field.to(torch.uint8), (0, 4 * words - field.shape[-1]))
         packed[g] = field.unflatten(-1, (words, 4)).transpose(0, 1)
     return packed, top
