@@ -9,8 +9,8 @@
         +-------+  ch. 1   \\> |       |                  | t1    |   one expert got | t1    |
                               +-------+                  +-------+                  +-------+
 
-Grid     rows: (token tiles * column tiles), columns fastest. cols: (units of 32 rows, column tiles), units fastest: the
-         columns of x in flight, T * BLOCK_H * 2 bytes, stay in L2 while their rows are read k times.
+Grid     rows: token tiles * column tiles, columns fastest. cols: slabs of columns; within one, units of 32 rows; within
+         one, column tiles. A slab of x, T * columns * 2 bytes, stays in L2 while its rows are read k times.
 Writes   every element of out once; rows at or beyond offs[-1] are zeros.
 Traffic  rows: x once, 2 bytes per routed element written. cols: the same from DRAM, k reads of x from L2.
 Index    int64 for rows of x and out.
@@ -26,11 +26,11 @@ from torch import Tensor
 
 from ..shapes import cdiv
 from ._groups import last_end
-from ._moe import round_last, round_rows, rounding, unit_count, unit_rows
+from ._moe import round_last, round_rows, rounding, unit_rows, unit_table
 from ._offline import Case
 
 ROWS_TILE = (4, 512, 4)  # (BLOCK_T, BLOCK_H, num_warps)
-COLS_TILE = (256, 4)  # (BLOCK_H, num_warps)
+COLS_TILE = (64, 1, 256)  # (BLOCK_H, num_warps, columns of a slab)
 
 
 @triton.jit(do_not_specialize=["T", "M", "G"])
@@ -79,27 +79,30 @@ def _gather_rows_kernel(
         tl.store(out_ptr + row.to(tl.int64)[:, None] * H + cols, value, mask=keep)
 
 
-@triton.jit(do_not_specialize=["M", "G"])
+@triton.jit(do_not_specialize=["M", "units"])
 def _gather_cols_kernel(
     out_ptr,  # (M, H), contiguous
     x_ptr,  # (T, H), last stride 1
     order_ptr,  # (M,) int32
-    offs_ptr,  # (G,) int32
+    units_ptr,  # (units, 2) int32
     H,
     M,
-    G,
+    units,
     top_k,
     stride_xt,
-    G_POW2: tl.constexpr,
     ROUND: tl.constexpr,
     E5M2: tl.constexpr,
     THRESH: tl.constexpr,
     HW: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    SLAB: tl.constexpr,
 ):
     # 1. Which 32 rows of which group? Behind the last group: rows without an expert.
-    rows, live, keep = unit_rows(tl.program_id(0), offs_ptr, M, G, G_POW2)
-    cols = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
+    pid = tl.program_id(0)
+    unit = pid // SLAB % units
+    tile = pid // (SLAB * units) * SLAB + pid % SLAB
+    rows, live, keep = unit_rows(unit, units_ptr, M)
+    cols = (tile * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
 
     # 2. Load the tokens' rows. Rows that are not data are zeros: they add nothing to a block.
     token = tl.load(order_ptr + rows, mask=live, other=0) // top_k
@@ -160,28 +163,31 @@ def gather_cols(
     elem_dtype: torch.dtype | None,
     scale_mode: str,
     out_dtype: torch.dtype,
-    config: tuple[int, int] = COLS_TILE,
+    config: tuple[int, int, int] = COLS_TILE,
 ) -> Tensor:
     """Launch. ``x (T, H)``, ``order (M,)``, ``offs (G,)`` -> ``(M, H)``."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    h, m, g = x.shape[1], order.shape[0], offs.shape[0]
+    h, m = x.shape[1], order.shape[0]
     out = torch.empty((m, h), dtype=out_dtype, device=x.device)
     if out.numel() == 0:
         return out
-    block_h, warps = config
+    block_h, warps, slab = config
     block_h = min(block_h, max(32, triton.next_power_of_2(h)))
-    _gather_cols_kernel[(unit_count(m, g), cdiv(h, block_h))](
+    slab = max(slab // block_h, 1)
+    table = unit_table(m, offs)
+    units = table.shape[0]
+    _gather_cols_kernel[(units * cdiv(cdiv(h, block_h), slab) * slab,)](
         out,
         x,
         order,
-        offs,
+        table,
         h,
         m,
-        g,
+        units,
         top_k,
         x.stride(0),
-        G_POW2=triton.next_power_of_2(g),
         BLOCK_H=block_h,
+        SLAB=slab,
         num_warps=warps,
         **rounding(elem_dtype, scale_mode, x.device),
     )

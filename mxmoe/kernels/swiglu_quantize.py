@@ -28,16 +28,11 @@ from torch import Tensor
 
 from ..shapes import cdiv
 from ._groups import last_end
-from ._moe import round_last, round_rows, rounding, unit_count, unit_rows
+from ._moe import round_last, round_rows, rounding, sigmoid, unit_rows, unit_table
 from ._offline import Case
 
 FORWARD_TILE = (8, 256, 4)  # (BLOCK_M, BLOCK_I, num_warps)
 BACKWARD_TILE = (64, 4)  # (BLOCK_I, num_warps)
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit(do_not_specialize=["M", "G"])
@@ -74,13 +69,13 @@ def _swiglu_rows_kernel(
     weight = tl.load(weights_ptr + slot, mask=live, other=0.0).to(tl.float32)
 
     # 3. Round, store.
-    h = (gate * _sigmoid(gate) * up * weight[:, None]).to(gate_up_ptr.dtype.element_ty)
+    h = (gate * sigmoid(gate, HW) * up * weight[:, None]).to(gate_up_ptr.dtype.element_ty)
     if ROUND:
         h = round_last(h, E5M2, THRESH, HW)
     tl.store(out_ptr + row * I + cols, h.to(out_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (cols < I))
 
 
-@triton.jit(do_not_specialize=["M", "G"])
+@triton.jit(do_not_specialize=["M"])
 def _swiglu_backward_kernel(
     row_ptr,  # (M, 2I): gradient of gate_up, rounded along the row
     col_ptr,  # (M, 2I): the same, rounded along the rows of each group
@@ -90,13 +85,11 @@ def _swiglu_backward_kernel(
     grad_ptr,  # (M, I), last stride 1
     weights_ptr,  # (T, k) as slots
     order_ptr,  # (M,) int32
-    offs_ptr,  # (G,) int32
+    units_ptr,  # (units, 2) int32
     M,
     I,  # noqa: E741
-    G,
     stride_gm,
     stride_dm,
-    G_POW2: tl.constexpr,
     WANT_ROW: tl.constexpr,
     WANT_COL: tl.constexpr,
     WANT_HIDDEN: tl.constexpr,
@@ -112,7 +105,7 @@ def _swiglu_backward_kernel(
     BLOCK_I: tl.constexpr,
 ):
     # 1. Which 32 rows of which group? Behind the last group: rows without an expert.
-    rows, live, keep = unit_rows(tl.program_id(0), offs_ptr, M, G, G_POW2)
+    rows, live, keep = unit_rows(tl.program_id(0), units_ptr, M)
     slot = tl.load(order_ptr + rows, mask=keep, other=0)
     weight = tl.load(weights_ptr + slot, mask=live, other=0.0).to(tl.float32)[:, None]
 
@@ -130,21 +123,22 @@ def _swiglu_backward_kernel(
         gate = tl.load(gate_row + cols, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(gate_row + I + cols, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_row + cols, mask=inside, other=0.0).to(tl.float32)
-        sigmoid = _sigmoid(gate)
-        activated = gate * sigmoid
+        sig = sigmoid(gate, HW)
+        activated = gate * sig
+        product = activated * up
         if WANT_WEIGHTS:
-            d_weight += tl.sum(grad * activated * up, 1)
+            d_weight += tl.sum(grad * product, 1)
 
         # 4. Round each result, store it.
         if WANT_HIDDEN:
-            hidden = (activated * up * weight).to(gate_up_ptr.dtype.element_ty)
+            hidden = (product * weight).to(gate_up_ptr.dtype.element_ty)
             if ROUND_HIDDEN:
                 hidden = round_rows(hidden, E5M2, THRESH, HW)
             tl.store(hidden_ptr + row * I + cols, hidden.to(hidden_ptr.dtype.element_ty), mask=write)
         if WANT_ROW or WANT_COL:
             d = grad * weight
             d_up = (d * activated).to(gate_up_ptr.dtype.element_ty)
-            d_gate = (d * up * (sigmoid + activated * (1.0 - sigmoid))).to(gate_up_ptr.dtype.element_ty)
+            d_gate = (d * up * (sig + activated * (1.0 - sig))).to(gate_up_ptr.dtype.element_ty)
             at = row * (2 * I) + cols
             if WANT_ROW:
                 r_gate, r_up = d_gate, d_up
@@ -217,7 +211,7 @@ def swiglu_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Launch. Results as in the reference; None where ``want`` says no. A gradient that is rounded in neither direction
     is written once and returned twice."""
-    m, i, g = gate_up.shape[0], gate_up.shape[1] // 2, offs.shape[0]
+    m, i = gate_up.shape[0], gate_up.shape[1] // 2
     device = gate_up.device
     want_row, want_col, want_hidden, want_weights = want
     shared = want_row and want_col and row_dtype is None and col_dtype is None
@@ -234,7 +228,8 @@ def swiglu_backward(
         hiddens = rounding(hidden_dtype, scale_mode, device)
         block_i, warps = config
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        _swiglu_backward_kernel[(unit_count(m, g),)](
+        table = unit_table(m, offs)
+        _swiglu_backward_kernel[(table.shape[0],)](
             row,
             col,
             hidden,
@@ -243,13 +238,11 @@ def swiglu_backward(
             grad,
             weights.contiguous(),
             order,
-            offs,
+            table,
             m,
             i,
-            g,
             gate_up.stride(0),
             grad.stride(0),
-            G_POW2=triton.next_power_of_2(g),
             WANT_ROW=want_row,
             WANT_COL=want_col and not shared,
             WANT_HIDDEN=want_hidden,
