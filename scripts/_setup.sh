@@ -2,7 +2,7 @@
 # that extra of pyproject.toml, and does the least that is needed:
 #
 #   1. python3 has everything            -> python3 as it is, nothing is installed
-#   2. python3 has a suitable torch      -> a venv on top of it (--system-site-packages), only what is missing
+#   2. python3 has a suitable torch      -> a venv that sees its packages; only what is missing is installed
 #   3. otherwise                         -> a venv with torch (CPU build or CUDA build) and the rest
 #
 # A second run finds the venv's stamp and takes a moment. Where nothing can be installed, FALLBACK (a smaller extra) will do.
@@ -45,18 +45,26 @@ pip_install() {
     "$VENV/bin/python" -m pip install --disable-pip-version-check $quiet "$@" >&2
 }
 
-make_venv() { # make_venv PYTHON [--system-site-packages]
+make_venv() { # make_venv PYTHON
     if [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then return; fi
     say "creating $VENV with $1"
-    local base=$1
-    shift
-    "$base" -m venv --clear "$@" "$VENV" >&2 ||
-        die "'$base -m venv' failed. On Debian or Ubuntu: apt-get install python3-venv; or set MXMOE_PYTHON"
+    "$1" -m venv --clear "$VENV" >&2 && return
+    say "'$1 -m venv' failed. On Debian or Ubuntu: apt-get install python3-venv; or set MXMOE_PYTHON"
+    return 1
+}
+
+# Let the venv see what PYTHON has installed. --system-site-packages would not: where PYTHON lives in a venv itself, that
+# option shows the interpreter behind it.
+see_packages_of() { # see_packages_of PYTHON
+    local site
+    site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+    "$1" -c 'import sys
+print(*(p for p in sys.path if p.endswith(("site-packages", "dist-packages"))), sep="\n")' >"$site/_base_packages.pth"
 }
 
 # The rest must never pull another torch: pin what is installed, and triton if torch brought one.
-install_missing() { # install_missing EXTRA
-    local constraints=$VENV/constraints.txt want
+install_missing() { # install_missing EXTRA [PIP OPTIONS...]
+    local constraints=$VENV/constraints.txt requirement want=()
     "$VENV/bin/python" - >"$constraints" <<'PY'
 from importlib import metadata
 print("torch==" + metadata.version("torch"))
@@ -65,10 +73,10 @@ try:
 except metadata.PackageNotFoundError:
     print("triton==3.6.0")
 PY
-    mapfile -t want < <(missing "$VENV/bin/python" "$1")
+    while IFS= read -r requirement; do want+=("$requirement"); done < <(missing "$VENV/bin/python" "$1")
     [ ${#want[@]} -eq 0 ] && return 0
     say "installing ${want[*]}"
-    pip_install -c "$constraints" "${want[@]}"
+    pip_install -c "$constraints" "${@:2}" "${want[@]}"
 }
 
 setup() { # setup EXTRA [FALLBACK]
@@ -93,30 +101,35 @@ setup() { # setup EXTRA [FALLBACK]
 
     if has_torch "$base"; then
         say "using the torch of $base"
-        make_venv "$base" --system-site-packages
-    else
-        make_venv "$base"
-        if ! has_torch "$VENV/bin/python"; then
-            local torch=${MXMOE_TORCH:-}
-            if [ -z "$torch" ]; then
-                torch="torch==2.13.0"
-                if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then torch="torch>=2.11"; fi
-            fi
-            say "installing $torch (once; this takes a minute or more)"
-            pip_install "$torch" numpy || die "could not install $torch"
+        # Few retries: this may be a machine with no network, where FALLBACK does.
+        if make_venv "$base" && see_packages_of "$base" && install_missing "$extra" --retries 1 --timeout 15; then
+            touch "$stamp"
+            PYTHON=$VENV/bin/python
+        elif [ -n "$fallback" ] && [ -z "$(missing "$base" "$fallback")" ]; then
+            say "nothing could be installed: going on with $base, without $(missing "$base" "$extra" | tr '\n' ' ')"
+            PYTHON=$base
+        else
+            die "could not install $(missing "$base" "${fallback:-$extra}" | tr '\n' ' ')"
         fi
+        return
     fi
 
+    make_venv "$base" || exit 1
+    if ! has_torch "$VENV/bin/python"; then
+        local torch=${MXMOE_TORCH:-}
+        if [ -z "$torch" ]; then
+            torch="torch==2.13.0"
+            if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then torch="torch>=2.11"; fi
+        fi
+        say "installing $torch (once; this takes a minute or more)"
+        pip_install "$torch" numpy || die "could not install $torch"
+    fi
     if install_missing "$extra"; then
         touch "$stamp"
-        PYTHON=$VENV/bin/python
-    elif [ -n "$fallback" ] && has_torch "$base" && [ -z "$(missing "$base" "$fallback")" ]; then
-        say "nothing could be installed: going on with $base, which lacks: $(missing "$base" "$extra" | tr '\n' ' ')"
-        PYTHON=$base
     elif [ -n "$fallback" ] && [ -z "$(missing "$VENV/bin/python" "$fallback")" ]; then
-        say "going on without: $(missing "$VENV/bin/python" "$extra" | tr '\n' ' ')"
-        PYTHON=$VENV/bin/python
+        say "going on without $(missing "$VENV/bin/python" "$extra" | tr '\n' ' ')"
     else
-        die "could not install: $(missing "$VENV/bin/python" "${fallback:-$extra}" | tr '\n' ' ')"
+        die "could not install $(missing "$VENV/bin/python" "${fallback:-$extra}" | tr '\n' ' ')"
     fi
+    PYTHON=$VENV/bin/python
 }
