@@ -423,11 +423,9 @@ def supported(
         return False
     if not a.numel() or not b.numel() or not offs.numel() or not offs.is_contiguous() or a.stride(-1) != 1:
         return False
-    if b.ndim == 3:
-        b = b if b.stride(-1) == 1 else b.mT
-        cols = b.size(-1) if b.stride(-1) == 1 and b.size(-1) != a.size(-1) else b.size(-2)
-    else:
-        cols = b.size(-1)
+    cols = b.size(1)
+    if b.ndim == 3 and b.stride(-1) != 1:
+        b = b.mT
     size = torch.empty((), dtype=out_dtype).element_size()
     return tma_ready(a, b) and cols * size % 16 == 0 and a.size(0) < RAGGED_ROWS.value
 
