@@ -258,19 +258,18 @@ def _consumer(
     tma.store_wait(0)
 
     # Rows that belong to no group: the same walk goes on over tiles of zeros.
-    if not KG:
-        if WHICH == 0:
-            ZERO: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-            r = gl.arange(0, 32, layout=gl.SliceLayout(1, ZERO))
-            c = gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, ZERO))
-            zeros = gl.zeros([32, BLOCK_C], out.dtype, ZERO)
-            u = t - stop
-            while u < (M - end + 31) // 32 * num_c:
-                at_r = end + u // num_c * 32 + r
-                at_c = u % num_c * BLOCK_C + c
-                at_p = out_ptr + (at_r.to(gl.int64)[:, None] * C + at_c[None, :])
-                gl.store(at_p, zeros, mask=(at_r < M)[:, None] & (at_c < C)[None, :])
-                u += programs
+    if not KG and WHICH == 0:
+        ZERO: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+        r = gl.arange(0, 32, layout=gl.SliceLayout(1, ZERO))
+        c = gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, ZERO))
+        zeros = gl.zeros([32, BLOCK_C], out.dtype, ZERO)
+        u = t - stop
+        while u < (M - end + 31) // 32 * num_c:
+            at_r = end + u // num_c * 32 + r
+            at_c = u % num_c * BLOCK_C + c
+            at_p = out_ptr + (at_r.to(gl.int64)[:, None] * C + at_c[None, :])
+            gl.store(at_p, zeros, mask=(at_r < M)[:, None] & (at_c < C)[None, :])
+            u += programs
 
 
 @gluon.jit(do_not_specialize=["M", "R", "G"])
