@@ -1,0 +1,100 @@
+"""The expert MLP of a layer whose weights are MXFP8 already: serving. No master weights, no gradient to the weights.
+
+    x (T, H) -> route -> gate/up (+ SwiGLU, one launch) -> down -> combine (T, H)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import mxmoe
+
+from ..recipe import MXRecipe
+from ..tensor import MXTensor, make
+from .routing import combine, permute, route
+
+
+@dataclass(frozen=True)
+class ServingWeight:
+    """The weight of all experts of one projection, ``(E, N, K)`` with the contraction last.
+
+    | field | shape | dtype | meaning |
+    |---|---|---|---|
+    | ``qdata`` | ``(E, N, K)`` | float8_e4m3fn | |
+    | ``scale`` | ``(E, N, ceil(K/32))`` | uint8 | plain |
+    | ``packed``, ``top`` | see ``mxmoe.ops.decode.pack_weight`` | uint8 | what the decode kernel needs to know; None: it does without |
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    packed: Tensor | None = None
+    top: Tensor | None = None
+
+    def as_mx(self, dtype: torch.dtype) -> MXTensor:
+        """The same bytes as an :class:`MXTensor`."""
+        shape = self.qdata.shape
+        return make(self.qdata, self.scale, block="rowwise", layout="plain", shape=shape, orig_dtype=dtype)
+
+
+def mx_experts_forward(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    up: ServingWeight,
+    down: ServingWeight,
+    *,
+    num_experts: int,
+    activate: Callable[[Tensor], Tensor] | None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    recipe: MXRecipe,
+) -> Tensor:
+    """Run every token through its experts.
+
+    | name | shape | dtype |
+    |---|---|---|
+    | ``x`` | ``(T, H)`` | bf16, fp16, fp32 |
+    | ``top_k_index``, ``top_k_weights`` | ``(T, k)`` | int64 or int32; floating; ids of ``num_experts`` or more: not on this rank |
+
+    Args: ``activate`` maps ``(M, 2I)`` or ``(M, I)`` to ``(M, I)``; None: SwiGLU of gate rows followed by up rows, which is
+    fused with the up projection.
+    Returns: ``(T, H)``, dtype of ``x``. Sync: none. Empty: T = 0 gives ``(0, H)``.
+    Gradient: to ``x`` and ``top_k_weights``, through the rounded weights.
+    """
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, top_k_weights))
+    if activate is None and up_bias is None and down_bias is None and not needs_grad:
+        out: Tensor = torch.ops.mxmoe.mx_experts(
+            x,
+            top_k_index,
+            top_k_weights,
+            up.qdata,
+            up.scale,
+            up.packed,
+            up.top,
+            down.qdata,
+            down.scale,
+            down.packed,
+            down.top,
+            recipe.key,
+        )
+        return out
+
+    def product(rows: Tensor, w: ServingWeight, bias: Tensor | None) -> Tensor:
+        if torch.is_grad_enabled() and rows.requires_grad:
+            return mxmoe.grouped_mm(rows, w.as_mx(x.dtype).mT, routing.offs, bias=bias, recipe=recipe)
+        out: Tensor = torch.ops.mxmoe.mx_decode_m_groups(
+            rows, None, w.qdata, w.scale, w.packed, w.top, routing.offs, bias, x.dtype, recipe.key
+        )
+        return out
+
+    def swiglu(gate_up: Tensor) -> Tensor:
+        gate, value = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * value
+
+    routing = route(top_k_index, num_experts)
+    hidden = (activate or swiglu)(product(permute(x, routing), up, up_bias))
+    return combine(product(hidden.to(x.dtype), down, down_bias), top_k_weights, routing).to(x.dtype)
