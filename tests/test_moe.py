@@ -294,6 +294,8 @@ def test_overridden_grouped_mm_is_called():
 def test_bad_input():
     leaves, ids, _ = inputs()
     x, weights, up, down = leaves
+    with pytest.raises(TypeError, match="up"):
+        moe.experts(x, ids, weights, up.tolist(), down)
     with pytest.raises(ValueError, match="up"):
         moe.experts(x[:, :32], ids, weights, up, down)
     with pytest.raises(ValueError, match="top_k_weights"):

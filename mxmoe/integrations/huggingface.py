@@ -126,8 +126,6 @@ def unfused_reason(module: nn.Module) -> str | None:
         return "a gate of its own"
     if not isinstance(module.act_fn, nn.SiLU) and type(module.act_fn).__name__ != "SiLUActivation":
         return f"activation {type(module.act_fn).__name__}"
-    if any(hasattr(p, "placements") for p in module.parameters(recurse=False)):
-        return "DTensor weights"
     return None
 
 

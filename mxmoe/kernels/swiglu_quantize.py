@@ -263,20 +263,19 @@ def swiglu_backward(
     return row, row if shared else col, hidden, d_weights
 
 
-def _case(backward: bool, rounded: bool = True) -> object:
+def _case(backward: bool, rounded: bool = True, want: tuple[bool, ...] = (True,) * 4) -> object:
     gate_up = torch.zeros(512, 1536, dtype=torch.bfloat16)
     weights, order = torch.zeros(64, 8, dtype=torch.bfloat16), torch.zeros(512, dtype=torch.int32)
     offs, elem = torch.zeros(128, dtype=torch.int32), torch.float8_e4m3fn if rounded else None
     if not backward:
         return swiglu_rows(gate_up, weights, order, offs, elem, "rceil", torch.bfloat16)
-    all_of_it, grad = (True, True, True, True), gate_up[:, :768].contiguous()
-    return swiglu_backward(
-        gate_up, grad, weights, order, offs, elem, elem, elem, "rceil", torch.bfloat16, all_of_it
-    )
+    grad = gate_up[:, :768].contiguous()
+    return swiglu_backward(gate_up, grad, weights, order, offs, elem, elem, elem, "rceil", torch.bfloat16, want)  # type: ignore[arg-type]
 
 
 OFFLINE = [
     Case("forward", lambda: _case(False)),
-    Case("backward", lambda: _case(True)),
+    Case("backward", lambda: _case(True), spills=16),
     Case("backward, not rounded", lambda: _case(True, False)),
+    Case("backward, frozen weights", lambda: _case(True, True, (True, False, False, True))),
 ]

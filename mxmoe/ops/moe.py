@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from .. import shapes
+from .. import checks, shapes
 from ..formats import BLOCK
 from ..observe import _observers
 from ..observe import record as _record
@@ -376,11 +376,16 @@ def experts(
     | ``up`` | ``(E, 2I, H)`` | as x, or MXTensor | gate rows, then up rows; either of the last dims contiguous |
     | ``down`` | ``(E, H, I)`` | as x, or MXTensor | |
 
-    Returns: ``(T, H)``, dtype of x. Raises: ``ValueError`` for shapes that do not fit. Sync: none. Empty: T = 0 gives
-    ``(0, H)`` with gradients. Gradient: to x, top_k_weights, up and down; none to an MXTensor. Deterministic.
+    Returns: ``(T, H)``, dtype of x. Raises: ``TypeError``, ``ValueError`` for operands that do not fit. Sync: none.
+    Empty: T = 0 gives ``(0, H)`` with gradients. Gradient: to x, top_k_weights, up and down; none to an MXTensor.
+    Deterministic: two runs give the same bits.
     Source: ``docs/integrations/huggingface.md``.
     """
     recipe = recipe if recipe is not None else MXRecipe()
+    checks.tensor(x, "x", dims=(2,))
+    for name, w in (("up", up), ("down", down)):
+        if not isinstance(w, MXTensor):
+            checks.tensor(w, name, dims=(3,))
     e, two_i, h = up.shape
     if x.ndim != 2 or x.shape[1] != h or tuple(down.shape) != (e, h, two_i // 2) or two_i % 2:
         raise ValueError(
