@@ -133,8 +133,8 @@ class Demo:
         experts = expert_weights(self.plain.model)
         where = _device_name(self.device)
         console.print(
-            f"Qwen3-MoE '{self.name}': {total / 1e6:.1f} M parameters ({experts / 1e6:.1f} M in experts), {size.layers} layers, "
-            f"{size.experts} experts, top {TOP_K}\n"
+            f"Qwen3-MoE '{self.name}': {total / 1e6:.1f} M parameters ({experts / 1e6:.1f} M in experts), "
+            f"{size.layers} layers, {size.experts} experts, top {TOP_K}\n"
             f"Text: {text.files} source files of Python {platform.python_version()}'s standard library, "
             f"{(text.train.numel() + text.valid.numel()) / 1e6:.1f} MB; every 16th file held out\n"
             f"{self.steps} steps of {size.tokens} bytes on {where}\nRecipe: {self.recipe.key}",

@@ -32,18 +32,23 @@ def scale_values(scale: Tensor) -> Tensor:
     return torch.where(byte == SCALE_NAN, 0x7FC00000, bits).view(torch.float32)
 
 
+def _scaled(
+    blocks: Tensor, elem_dtype: torch.dtype, scale_mode: str, dims: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """x over its scale, clamped (in a NaN block: anything), and scale bytes; ``dims`` span one block and are kept."""
+    fmt = elem_format(elem_dtype)
+    x = blocks.float()
+    scale = scale_bytes(x.abs().amax(dims, keepdim=True), elem_dtype, scale_mode)  # torch's amax keeps NaN
+    inv = ((2 * SCALE_BIAS - scale.to(torch.int32)) << 23).view(torch.float32)  # 2**(127 - byte)
+    return (x * inv).clamp_(-fmt.max, fmt.max), scale
+
+
 def _quantize_blocks(
     blocks: Tensor, elem_dtype: torch.dtype, scale_mode: str, dims: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """Quantize a view whose ``dims`` span one block each. Returns bytes (uint8, like blocks) and scale (dims kept)."""
-    fmt = elem_format(elem_dtype)
-    x = blocks.float()
-    amax = x.abs().amax(dims, keepdim=True)  # torch's amax keeps NaN
-    scale = scale_bytes(amax, elem_dtype, scale_mode)
-    nan = scale == SCALE_NAN
-    inv = ((2 * SCALE_BIAS - scale.to(torch.int32)) << 23).view(torch.float32)  # 2**(127 - byte)
-    y = torch.where(nan, 0.0, x * inv).clamp(-fmt.max, fmt.max)
-    return torch.where(nan, ELEM_NAN, y.to(fmt.dtype).view(torch.uint8)), scale
+    y, scale = _scaled(blocks, elem_dtype, scale_mode, dims)
+    return torch.where(scale == SCALE_NAN, ELEM_NAN, y.to(elem_dtype).view(torch.uint8)), scale
 
 
 def _pad_dim(x: Tensor, dim: int) -> Tensor:
@@ -178,10 +183,11 @@ def _round_trip(
     blocks: Tensor, elem_dtype: torch.dtype, scale_mode: str, dims: tuple[int, ...], out_dtype: torch.dtype
 ) -> Tensor:
     """The values of a view whose ``dims`` span one block each, after quantization."""
-    q, scale = _quantize_blocks(blocks, elem_dtype, scale_mode, dims)
-    # A table of the 256 values: on a CPU five times faster than the cast back.
-    table = torch.arange(256, dtype=torch.uint8, device=q.device).view(elem_dtype).float()
-    values = table.index_select(0, q.flatten().int()).view(q.shape)
+    y, scale = _scaled(blocks, elem_dtype, scale_mode, dims)
+    # A table of the 256 values: on a CPU five times faster than the cast back. Its NaNs are all alike, since a NaN
+    # block (whose scale is NaN) holds elements of either sign here.
+    table = torch.arange(256, dtype=torch.uint8, device=y.device).view(elem_dtype).float().nan_to_num_(torch.nan)
+    values = table.index_select(0, y.to(elem_dtype).view(torch.uint8).flatten().int()).view(y.shape)
     return values.mul_(scale_values(scale)).to(out_dtype)
 
 
