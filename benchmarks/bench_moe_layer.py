@@ -107,6 +107,16 @@ def _grouped_mm_experts(module: types.SimpleNamespace, x: Tensor, ids: Tensor, w
     return out[inverse].view(x.shape[0], k, -1).sum(1).to(x.dtype)
 
 
+def serving_weight(w: Tensor) -> object:
+    """MXFP8 weights as ``quantize_experts`` leaves them, with what the decode kernel wants to know about them."""
+    import mxmoe
+    from mxmoe.nn.mx_experts import ServingWeight
+    from mxmoe.ops.decode import pack_weight
+
+    t = mxmoe.quantize(w)
+    return ServingWeight(t.qdata, t.scale_bytes, *pack_weight(t.qdata, t.scale_bytes))
+
+
 def sqnr(actual: Tensor, exact: Tensor) -> float:
     """Signal to quantization noise, dB."""
     a, e = actual.float(), exact.float()
@@ -129,6 +139,7 @@ def peak_bytes(fn: Callable[[], object]) -> int:
 def whole(block: Block, writer: Writer, quick: bool) -> list[list[object]]:
     """Rows of the whole layer: rival and ours, forward and forward + backward."""
     import mxmoe
+    from mxmoe.nn.mx_experts import mx_experts_forward
     from mxmoe.ops import moe
 
     name, theirs = rival()
@@ -172,9 +183,18 @@ def whole(block: Block, writer: Writer, quick: bool) -> list[list[object]]:
     with torch.no_grad():
         for version, fn in forward.items():
             add("forward", version, fn, db=quality["out"] if version == "mxfp8" else None)
-        packed = [mxmoe.quantize(w.detach()) for w in (up, down)]
+        packed = [serving_weight(w.detach()) for w in (up, down)]
         for label, recipe in (("", mxmoe.MXRecipe()), (", bf16 activations", mxmoe.MXRecipe(activations="bf16"))):
-            fn = functools.partial(moe.experts, x, block.ids, weights, *packed, recipe=recipe)
+            fn = functools.partial(
+                mx_experts_forward,
+                x.detach(),
+                block.ids,
+                weights.detach(),
+                *packed,
+                num_experts=block.e,
+                activate=None,
+                recipe=recipe,
+            )
             add("forward", f"mxfp8 weights{label}", fn, db=round(sqnr(fn(), out), 1))
         del packed, fn
     if block.tokens >= 1024:
