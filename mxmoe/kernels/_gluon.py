@@ -38,7 +38,7 @@ TILE_ROWS = SF_ROWS
 """Rows of a program's tile, in every configuration: four blocks, one row tile of the blocked layout."""
 
 LOAD_BYTES = 16
-MAX_GROUPS = 4096
+MAX_GROUPS = 1024  # each lane holds groups / 32 of several arrays: more spill, and the plain form takes them
 MIN_CAPABILITY = 9  # cvt to e4m3x2 from sm_89, bf16x2 products from sm_90
 INT32_MAX = 2**31 - 1
 

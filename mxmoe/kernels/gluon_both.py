@@ -10,7 +10,7 @@
                                     scale (Mp/32, K) column-major: 4 bytes of a column per tile
     A tile is four blocks of 32 rows of the colwise result, of any groups: each block has its own first row in x.
 
-Grid     (experts * row tiles * column tiles,), in bands of column tiles, see ``tile_order``. Row tiles are an upper bound
+Grid     (experts * row tiles * column tiles,), in bands of column tiles (``tile_order``). Row tiles are an upper bound
          known without reading offs. Programs behind the last group write the rows of no group: zeros, in both results.
 Writes   every byte of every output once: buffers may come from torch.empty.
 Traffic  2 bytes read, 2 * (1 + 1/32) written per element.

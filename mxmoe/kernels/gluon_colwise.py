@@ -9,7 +9,7 @@
                                   a tile is four blocks of 32 rows of the result, of any groups: each block has its own
                                   first row in x
 
-Grid     (experts * row tiles * column tiles,), in bands of column tiles, see ``tile_order``. Row tiles are an upper bound
+Grid     (experts * row tiles * column tiles,), in bands of column tiles (``tile_order``). Row tiles are an upper bound
          known without reading offs. Programs behind the last group zero the tail of the result.
 Writes   every byte of every output once: buffers may come from torch.empty.
 Traffic  2 bytes read, 1 + 1/32 written per element.
