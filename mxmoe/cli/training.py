@@ -38,7 +38,7 @@ class Size:
 TOP_K: Final = 2
 SIZES: Final = {
     "tiny": Size(64, 2, 8, 64, length=64, batch=8, steps=60, rate=5e-3),
-    "small": Size(128, 3, 8, 256, length=128, batch=8, steps=300, rate=2e-3),
+    "small": Size(128, 3, 8, 256, length=128, batch=8, steps=240, rate=2e-3),
     "base": Size(512, 8, 32, 512, length=512, batch=32, steps=600, rate=1e-3),
 }
 
