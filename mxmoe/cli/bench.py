@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"no benchmark {args.name!r}; there are: {', '.join(found)}", file=sys.stderr)
         return 2
     passed = [word for word in args.arguments if word != "--"]
-    if not {"-h", "--help", "--table"}.intersection(passed) and not _has_gpu():
+    if not {"-h", "--help"}.intersection(passed) and not _has_gpu():
         print(
             f"bench {args.name}: there is no CUDA GPU here, and the benchmarks time CUDA kernels.\n"
             "On a CPU, `python -m mxmoe demo` shows the numerics and `python -m mxmoe info` what runs.",
