@@ -30,7 +30,9 @@ from mxmoe.formats import BLOCK
 from mxmoe.kernels import _gluon
 from mxmoe.kernels._gluon import Config
 
-CONFIG = Config(maxnreg=128)  # 128 registers: four programs of an SM at once, nothing spilled
+# 128 registers: four programs on an SM at once, nothing spilled. Bands over all columns keep the rowwise scale bytes of a
+# row together: 3 % faster than bands of 8 tiles, 15 % than bands of 4, where sectors of 32 bytes go to memory in parts.
+CONFIG = Config(LR=4, WR=2, CBAND=65536, maxnreg=128)
 
 
 @gluon.jit(
