@@ -312,7 +312,16 @@ def _experts_backward(
         plain = (None, None, None, "rceil", x.dtype, (True, False, False, False))
         return s.swiglu_backward(gate_up, of_hidden(), top_k_weights, order, offs, *plain)[0]  # type: ignore[no-any-return]
 
-    # 3. Weight gradients, and the gradient of the tokens.
+    # 3. Gradient of the tokens, first: its rows and weights are gone when the weight gradients are made.
+    if need_x:
+        rows = layer.engine.mm_m_groups(row, layer.weight_back(up, up_scale), offs, None, x.dtype)
+        del row
+        dx = s.combine(rows, position, offs, None, x.dtype)
+        held = rows
+        layer.record("dgrad", (m, two_i, h, experts), lambda: (d_gate_up(), up, offs, held))
+        del rows, held
+
+    # 4. Weight gradients.
     if need_down:
         g = layer.gather_cols(grad, order, position, offs, grad=True)
         d_down = layer.wgrad(g, hidden, offs, down)  # type: ignore[arg-type]
@@ -333,11 +342,6 @@ def _experts_backward(
         layer.record(
             "wgrad", (m, two_i, h, experts), lambda: (d_gate_up(), layer.gather(x, position, offs), offs, d_up)
         )
-    if need_x:
-        rows = layer.engine.mm_m_groups(row, layer.weight_back(up, up_scale), offs, None, x.dtype)
-        del row
-        dx = s.combine(rows, position, offs, None, x.dtype)
-        layer.record("dgrad", (m, two_i, h, experts), lambda: (d_gate_up(), up, offs, rows))
     return dx, d_weights, d_up, d_down
 
 
