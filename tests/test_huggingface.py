@@ -1,6 +1,7 @@
 """The transformers experts function: parity with eager on every family, sentinels, no tokens, registration."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -98,6 +99,30 @@ def test_llama4_within_budget_of_eager():
     mxmoe.convert(model)
     for name, got, want in zip(names, step(), expected, strict=True):
         assert sqnr(got, want) > 20, name
+
+
+def test_step3p7_within_budget_of_eager():
+    """A clamped gate and no decorator: a seam of our own, step by step."""
+    step3p7 = pytest.importorskip("transformers.models.step3p7.modeling_step3p7")
+    sizes = {"num_local_experts": 4, "hidden_size": 64, "moe_intermediate_size": 32, "hidden_act": "silu"}
+    layer = torch.nn.Module()
+    layer.experts = step3p7.Step3p7Experts(types.SimpleNamespace(**sizes), swiglu_limit=2.0).to(DEVICE)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.normal_(0, p.shape[-1] ** -0.5)
+    x = torch.randn(24, 64, device=DEVICE, requires_grad=True)
+    ids = torch.rand(24, 4, device=DEVICE).topk(2).indices
+    weights = torch.rand(24, 2, device=DEVICE)
+    grad = torch.randn_like(x)
+    expected = layer.experts(x, ids, weights)
+    (expected_grad,) = torch.autograd.grad(expected, x, grad)
+    report = mxmoe.convert(layer)
+    assert [(r.name, r.unfused) for r in report.replaced] == [("experts", "a gate of its own")]
+    out = layer.experts(x, ids, weights)
+    assert sqnr(out, expected) > 20
+    assert sqnr(torch.autograd.grad(out, x, grad)[0], expected_grad) > 15  # the clamp's edge moves with the rounding
+    mxmoe.revert(report)
+    assert torch.equal(layer.experts(x, ids, weights), expected)
 
 
 def test_mxfp8_really_runs():
