@@ -410,12 +410,15 @@ def _mx_decode_kernel(
     TMA_X: tl.constexpr,
     PERM: tl.constexpr,  # x16 is in the order of ``permute_columns``
     PDL: tl.constexpr,  # started before ``_rows_kernel`` is done
+    N_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     # 1. Which tokens, which rows of the weights.
     if PDL:
         gdc_wait()
-    tile = tiles_ptr + tl.program_id(0) * 3
+    tile_id = tl.program_id(1 if N_FIRST else 0)
+    n_id = tl.program_id(0 if N_FIRST else 1)
+    tile = tiles_ptr + tile_id * 3
     g = tl.load(tile)
     t0 = tl.load(tile + 1)
     end = tl.load(tile + 2)
@@ -423,9 +426,9 @@ def _mx_decode_kernel(
         return
 
     # 2. Coordinates. Rows beyond N are read twice and not stored: no mask in the loop.
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    n = n_id * BN + tl.arange(0, BN)
     row = tl.minimum(n, N - 1)
-    r0 = g * N + tl.program_id(1) * BN
+    r0 = g * N + n_id * BN
     k0 = tl.program_id(2) * split_k
     k1 = tl.minimum(k0 + split_k, K)
 
@@ -488,6 +491,7 @@ class Config:
     perm: bool = False  # with 4 warps or more, where Triton chooses wgmma
     pdl: bool = True
     step: int = 128  # BK
+    n_first: bool = True
 
 
 @dataclass(frozen=True)
@@ -651,6 +655,7 @@ def operands(
         "TMA_X": tma_x,
         "PERM": _permuted(c, k, packed is not None),
         "PDL": pdl,
+        "N_FIRST": c.n_first,
         "STAGES": c.stages,
         "num_warps": c.warps,
         "num_stages": c.stages,
@@ -693,7 +698,8 @@ def mx_decode_m_groups(
     bias = bias.contiguous() if bias is not None else None
     target = out if splits == 1 else out.new_empty((splits, m, n), dtype=torch.float32)
     arguments, constants = operands(b_q, b_scale, packed, rows, c)
-    _mx_decode_kernel[(rows.tiles.shape[0], triton.cdiv(n, c.rows), splits)](
+    grid = (triton.cdiv(n, c.rows), rows.tiles.shape[0]) if c.n_first else (rows.tiles.shape[0], triton.cdiv(n, c.rows))
+    _mx_decode_kernel[(*grid, splits)](
         target,
         *arguments,
         bias if bias is not None else offs,

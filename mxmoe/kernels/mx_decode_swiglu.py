@@ -55,12 +55,15 @@ def _mx_decode_swiglu_kernel(
     TMA_X: tl.constexpr,
     PERM: tl.constexpr,
     PDL: tl.constexpr,
+    N_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     # 1. Which tokens, which columns.
     if PDL:
         gdc_wait()
-    tile = tiles_ptr + tl.program_id(0) * 3
+    tile_id = tl.program_id(1 if N_FIRST else 0)
+    n_id = tl.program_id(0 if N_FIRST else 1)
+    tile = tiles_ptr + tile_id * 3
     g = tl.load(tile)
     t0 = tl.load(tile + 1)
     end = tl.load(tile + 2)
@@ -69,9 +72,9 @@ def _mx_decode_swiglu_kernel(
 
     # 2. Coordinates.
     I = N // 2  # noqa: E741
-    i = tl.program_id(1) * BN + tl.arange(0, BN)
+    i = n_id * BN + tl.arange(0, BN)
     row = tl.minimum(i, I - 1)
-    r0 = g * N + tl.program_id(1) * BN
+    r0 = g * N + n_id * BN
 
     # 3. Two products. One after the other: both at once would need the registers of two pipelines.
     gate = tile_product(
@@ -125,7 +128,7 @@ def mx_decode_swiglu(
     c = config or choose_config(m, g, k)
     rows = prepare_rows(a, a_scale, index, top_k, offs, packed is not None, quantize, out, True, c)
     arguments, constants = operands(b_q, b_scale, packed, rows, c)
-    _mx_decode_swiglu_kernel[(rows.tiles.shape[0], triton.cdiv(n // 2, c.rows))](
+    _mx_decode_swiglu_kernel[(triton.cdiv(n // 2, c.rows), rows.tiles.shape[0])](
         out,
         *arguments,
         weights if weights is not None else offs,

@@ -1,0 +1,219 @@
+"""quantize_experts: models of every family in MXFP8, what survives, what is reported, what is refused."""
+
+import copy
+import io
+import re
+
+import cases
+import pytest
+import tiny_models
+import torch
+from cases import DEVICE, E4M3
+
+import mxmoe
+from mxmoe import MXRecipe, serving
+from mxmoe.integrations import huggingface_fp8
+from mxmoe.nn.mx_experts import ServingWeight, mx_experts_forward
+from mxmoe.reference import quantize
+
+FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "nemotron_h", "minimax_m2")
+
+
+def logits(model, ids=None):
+    ids = tiny_models.token_ids() if ids is None else ids
+    with torch.no_grad():
+        return model(ids.to(next(model.parameters()).device)).logits.float()
+
+
+def quantized(family="qwen3_moe", *, dtype=torch.float32, **kwargs):
+    model = tiny_models.tiny(family, dtype=dtype).eval().to(DEVICE)
+    return model, mxmoe.quantize_experts(model, progress=False, **kwargs)
+
+
+def with_rounded_experts(family, report, dtype=torch.float32):
+    """The same model, its experts rounded to MXFP8 in high precision and run by transformers."""
+    model = tiny_models.tiny(family, dtype=dtype).eval().to(DEVICE)
+    for name in report.names:
+        module = model.get_submodule(name)
+        for weight in serving.weights_of(module):
+            w = getattr(module, weight).data
+            source = w.mT if module.is_transposed else w
+            rounded = quantize.fake_quantize(source, "rowwise", None, E4M3, "rceil", torch.float32)
+            w.copy_(rounded.mT if module.is_transposed else rounded)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits(family):
+    """Equal to transformers on rounded weights; within the budget of the model in high precision."""
+    model, report = quantized(family)
+    assert list(report.names) == tiny_models.FAMILIES[family][3]
+    rounded = logits(with_rounded_experts(family, report))
+    actual = logits(model)
+    tolerance = 1e-4 if DEVICE == "cpu" else 2e-2  # on a GPU activations are bf16
+    assert (actual - rounded).norm() <= tolerance * rounded.norm()
+    exact = logits(tiny_models.tiny(family).eval().to(DEVICE))
+    assert cases.sqnr(actual, exact) >= 20  # measured: 24 to 33
+
+
+@pytest.mark.parametrize("recipe", [MXRecipe(activations="bf16"), MXRecipe()], ids=["weight_only", "mxfp8"])
+def test_recipes(recipe):
+    model, report = quantized(recipe=recipe)
+    assert report.recipe == recipe
+    exact = logits(tiny_models.tiny("qwen3_moe").eval().to(DEVICE))
+    assert cases.sqnr(logits(model), exact) >= 18  # measured: 28 and 25
+
+
+def test_report():
+    model, report = quantized()
+    assert [layer.weight for layer in report.layers] == ["gate_up_proj", "down_proj"] * 2
+    for layer in report.layers:
+        module = model.get_submodule(layer.module)
+        assert layer.bytes_before == 4 * module.num_experts * layer.shape[1] * layer.shape[2]
+        assert layer.bytes_after * 128 == layer.bytes_before * 33  # 1 + 1/32 bytes instead of 4
+        assert 31 <= layer.sqnr_db <= 32.5
+    text = str(report)
+    assert re.search(r"2 expert modules are MXFP8: .* -> .* \(0\.26x\)", text)
+    assert "model.layers.1.mlp.experts  down_proj" in text
+    with pytest.raises(ValueError, match="cannot be reverted: load the model again"):
+        mxmoe.revert(report)
+
+
+def test_what_survives():
+    """``.to(dtype)``, deepcopy, pickle, state_dict, switching the implementation of the model: the same bytes."""
+    model, _ = quantized(dtype=torch.bfloat16)
+    expected = logits(model)
+    before = {k: v.clone() for k, v in model.state_dict().items() if "experts" in k}
+    assert sorted(before)[:4] == [
+        f"model.layers.0.mlp.experts.{name}" for name in ("down_proj", "down_proj_scale", "gate_up_proj", "gate_up_proj_scale")
+    ]
+    assert all(v.dtype == torch.uint8 for v in before.values())
+    model.to(torch.float32).to(torch.bfloat16)
+    model.set_experts_implementation("grouped_mm")
+    for k, v in before.items():
+        cases.assert_bitwise(model.state_dict()[k], v, k)
+    cases.assert_bitwise(logits(model), expected)
+    cases.assert_bitwise(logits(copy.deepcopy(model)), expected)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    other = tiny_models.tiny("qwen3_moe", dtype=torch.bfloat16, seed=1).eval().to(DEVICE)
+    mxmoe.quantize_experts(other, progress=False)
+    logits(other)  # on a GPU: facts about weights that are about to change
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    cases.assert_bitwise(logits(other), expected)
+
+
+def test_twice_is_a_no_op():
+    model, first = quantized()
+    again = mxmoe.quantize_experts(model, progress=False)
+    assert again.names == first.names
+    assert not any(entry.changed for entry in again.replaced)
+    assert again.layers == ()
+
+
+def test_include_exclude_and_nothing():
+    model = tiny_models.tiny("qwen3_moe")
+    report = mxmoe.quantize_experts(model, exclude="*.0.mlp.experts", progress=False)
+    assert report.names == ("model.layers.1.mlp.experts",)
+    assert isinstance(model.model.layers[0].mlp.experts.gate_up_proj, torch.nn.Parameter)
+    assert report.skipped[0].reason == "excluded by '*.0.mlp.experts'"
+    with pytest.raises(ValueError, match="matches no expert module"):
+        mxmoe.quantize_experts(tiny_models.tiny("qwen3_moe"), include="layers.0", progress=False)
+    with pytest.raises(ValueError, match="found nothing to quantize in Linear"):
+        mxmoe.quantize_experts(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="float8_e4m3fn in 1 x 32 blocks"):
+        mxmoe.quantize_experts(model, recipe=MXRecipe(elem_dtype=torch.float8_e5m2))
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got dict"):
+        mxmoe.quantize_experts({})
+
+
+def test_generate_uses_the_kernel():
+    model, _ = quantized(dtype=torch.bfloat16)
+    ids = tiny_models.token_ids(2, 5).to(DEVICE)
+    with mxmoe.observe() as seen:
+        out = model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=True)
+    assert out.shape == (2, 9)
+    assert len(seen) == 4 * 2 * 2  # steps, layers, projections
+    assert {record.backend for record in seen} == {"triton" if DEVICE == "cuda" else "reference"}
+    assert seen[-1].m == 2 * 2  # one token of two sequences, top 2
+
+
+def test_gradients_to_tokens():
+    model, _ = quantized()
+    embedding = model.get_input_embeddings().weight
+    model(tiny_models.token_ids().to(DEVICE)).logits.float().square().mean().backward()
+    assert embedding.grad.norm() > 0
+    assert not any("experts" in name for name, p in model.named_parameters() if p.grad is not None)
+
+
+def serving_weights(experts=4, hidden=64, inner=32, seed=0):
+    def one(n, k):
+        w = cases.scaled_randn(experts, n, k, dtype=torch.float32, device="cpu", seed=seed) * 2.0**-4
+        q, s = quantize.quantize_rowwise(w, None, False, E4M3, "rceil")
+        return ServingWeight(q.to(DEVICE), s.to(DEVICE))
+
+    return one(2 * inner, hidden), one(hidden, inner)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_layer_with_ids_of_other_ranks(tokens):
+    """Fused and step by step give the same; ids of other ranks count for nothing; no tokens at all."""
+    up, down = serving_weights()
+    x = cases.scaled_randn(tokens, 64, seed=1)
+    ids = torch.randint(0, 6, (tokens, 2), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    weights = torch.rand(tokens, 2, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+    def forward(ids, activate):
+        recipe = MXRecipe(activations="bf16")
+        return mx_experts_forward(x, ids, weights, up, down, num_experts=4, activate=activate, recipe=recipe)
+
+    def swiglu(h):
+        gate, value = h.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * value
+
+    fused = forward(ids, None)
+    assert fused.shape == x.shape
+    assert fused.dtype == x.dtype
+    assert (fused.float() - forward(ids, swiglu).float()).norm() <= 2e-2 * fused.float().norm()
+    nothing = torch.full_like(ids, 4)
+    assert not forward(nothing, None).any()
+
+
+def test_compiles_in_one_graph():
+    up, down = serving_weights()
+    recipe = MXRecipe(activations="bf16")
+
+    def layer(x, ids, weights):
+        return mx_experts_forward(x, ids, weights, up, down, num_experts=4, activate=None, recipe=recipe)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (3, 5):
+        x = cases.scaled_randn(tokens, 64, seed=1)
+        ids = torch.tensor([[0, 1], [3, 2], [1, 3], [0, 2], [2, 1]], device=DEVICE)[:tokens]
+        weights = torch.rand(tokens, 2, device=DEVICE)
+        with torch.no_grad():
+            cases.assert_bitwise(compiled(x, ids, weights), layer(x, ids, weights))
+
+
+def test_registering_is_idempotent_and_says_who_is_there():
+    huggingface_fp8.register()
+    huggingface_fp8.register()
+    with pytest.raises(ValueError, match="'grouped_mm' is registered in transformers already"):
+        huggingface_fp8.register("grouped_mm")
+
+
+@pytest.mark.gpu
+def test_facts_follow_the_weights():
+    """A weight written in place is looked at again; moving to another device keeps logits."""
+    model, _ = quantized(dtype=torch.bfloat16)
+    expected = logits(model)
+    module = model.model.layers[0].mlp.experts
+    assert module.gate_up_proj_packed.device.type == "cuda"
+    assert not any("packed" in k or k.endswith("_top") for k in model.state_dict())
+    module.gate_up_proj_scale.add_(1)
+    changed = logits(model)
+    assert not torch.equal(changed, expected)
+    module.gate_up_proj_scale.sub_(1)
+    cases.assert_bitwise(logits(model), expected)
