@@ -35,7 +35,7 @@ fi
 
 echo "-- pytest"
 status=0
-"$PYTHON" -m pytest -q -rs ${workers[@]+"${workers[@]}"} "$@" || status=$?
+"$PYTHON" -m pytest -rs ${workers[@]+"${workers[@]}"} "$@" || status=$?
 case $status in
     0) ;;
     5) failed+=("pytest (no test ran)") ;;
