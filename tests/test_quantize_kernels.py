@@ -437,6 +437,17 @@ def test_more_than_2_31_elements():
 
 
 @pytest.mark.gpu
+def test_many_matrices():
+    """More matrices than the second dim of a grid holds."""
+    x = scaled_randn(65537, 2, 48)
+    for name in NAMES:
+        kernel, spec = QUANTIZERS[name]
+        assert_equal(kernel(x, None, False, E4M3, "rceil"), spec(x, None, False, E4M3, "rceil"), name)
+    args = (x, "square", None, E4M3, "rceil", BF16)
+    assert_equal(fake_quantize.fake_quantize(*args), reference.fake_quantize(*args), "fake_quantize")
+
+
+@pytest.mark.gpu
 def test_no_sync_and_graph_replay():
     """No device-to-host copy; a captured graph replayed with new offs gives the new result."""
     x = scaled_randn(300, 256)

@@ -21,6 +21,21 @@ import triton.language as tl
 NONE = tl.constexpr(0x7FFFFFFF)
 """End of the group of a slack unit."""
 
+GRID_Y = 65535
+"""The second dim of a CUDA grid ends here."""
+
+
+def batch_grid(programs: int, batch: int) -> tuple[int, int, int]:
+    """Grid of ``programs`` programs for each of ``batch`` matrices."""
+    return programs, min(batch, GRID_Y), (batch + GRID_Y - 1) // GRID_Y
+
+
+@triton.jit
+def batch_index(B):
+    """Matrix of this program, int64. Programs beyond the last of B matrices do the last one once more."""
+    batch = tl.program_id(1).to(tl.int64) + tl.program_id(2).to(tl.int64) * tl.num_programs(1)
+    return tl.minimum(batch, B - 1)
+
 
 @triton.jit
 def _maximum_each(a, b, c, d):

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .. import shapes
 from ..formats import BLOCK
-from ._blocks import aligned, block_rows
+from ._blocks import aligned, batch_grid, batch_index, block_rows
 from ._e8m0 import elem_value, hardware_cast, scale_value
 from .fake_quantize import row_major_output
 from .quantize_colwise import row_units
@@ -38,13 +38,14 @@ TILE_COLUMN_MAJOR = (64, 64, 1, 4)
 TILE_GROUPS = (64, 64, 4, 4)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["B", "M"])
 def _dequantize_rowwise_kernel(
     out_ptr,  # (B, M, K), last stride 1
     q_ptr,  # (B, M, K) uint8
     scale_ptr,  # (B, M, K32) uint8
     M,
     K,
+    B,
     stride_ob,
     stride_om,
     stride_qb,
@@ -63,7 +64,7 @@ def _dequantize_rowwise_kernel(
     # 1. Which tiles are mine?
     NK: tl.constexpr = BLOCK_K // 32
     pid = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
+    batch = batch_index(B)
     col_programs = tl.cdiv(K, BLOCK_K * STEPS)
 
     # 2. Coordinates.
@@ -91,7 +92,7 @@ def _dequantize_rowwise_kernel(
         tl.store(out_row + cols, tl.reshape(y.to(out_ptr.dtype.element_ty), (BLOCK_M, BLOCK_K)), mask=keep)
 
 
-@triton.jit(do_not_specialize=["M", "MP", "G"])
+@triton.jit(do_not_specialize=["B", "M", "MP", "G"])
 def _dequantize_blocks_kernel(
     out_ptr,  # (B, M, K), last stride 1
     q_ptr,  # (B, MP, K) uint8, row- or column-major
@@ -101,6 +102,7 @@ def _dequantize_blocks_kernel(
     MP,  # rows of qdata
     K,
     G,
+    B,
     stride_ob,
     stride_om,
     stride_qb,
@@ -123,7 +125,7 @@ def _dequantize_blocks_kernel(
     # 1. Which tiles are mine?
     NK: tl.constexpr = BLOCK_K // 32
     pid = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
+    batch = batch_index(B)
     col_programs = tl.cdiv(K, BLOCK_K * STEPS)
     tile = pid // col_programs
 
@@ -202,11 +204,11 @@ def dequantize(
     col_programs = shapes.cdiv(k, block_k * steps)
     batch = qdata.shape[0] if batched else 1
     if block == "rowwise":
-        grid = (shapes.cdiv(m, block_m) * col_programs, batch)
-        _dequantize_rowwise_kernel[grid](out, q, scale, m, k, **sizes, BLOCK_M=block_m)
+        grid = batch_grid(shapes.cdiv(m, block_m) * col_programs, batch)
+        _dequantize_rowwise_kernel[grid](out, q, scale, m, k, batch, **sizes, BLOCK_M=block_m)
         return out
     groups = source_offs.shape[0] if grouped else None
-    _dequantize_blocks_kernel[(row_units(m, groups, block_m) * col_programs, batch)](
+    _dequantize_blocks_kernel[batch_grid(row_units(m, groups, block_m) * col_programs, batch)](
         out,
         q,
         scale,
@@ -215,6 +217,7 @@ def dequantize(
         mp,
         k,
         groups or 1,
+        batch,
         **sizes,
         G_POW2=triton.next_power_of_2(groups or 1),
         GROUPED=grouped,

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .. import shapes
 from ..formats import BLOCK
-from ._blocks import block_rows
+from ._blocks import batch_grid, batch_index, block_rows
 from ._e8m0 import constants, elem_value, quantize_last, quantize_middle, quantize_tile, scale_value
 from ._groups import last_end
 from .quantize_colwise import load_blocks, row_units
@@ -42,7 +42,7 @@ TILE_SQUARE = (32, 128, 1, 4)
 KINDS = {"colwise": 0, "both": 1, "square": 2}
 
 
-@triton.jit(do_not_specialize=["M", "G"])
+@triton.jit(do_not_specialize=["B", "M", "G"])
 def _fake_rowwise_kernel(
     out_ptr,  # (B, M, K), last stride 1
     x_ptr,  # (B, M, K), last stride 1
@@ -50,6 +50,7 @@ def _fake_rowwise_kernel(
     M,
     K,
     G,
+    B,
     stride_ob,
     stride_om,
     stride_xb,
@@ -67,7 +68,7 @@ def _fake_rowwise_kernel(
     # 1. Which tiles are mine?
     NK: tl.constexpr = BLOCK_K // 32
     pid = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
+    batch = batch_index(B)
     col_programs = tl.cdiv(K, BLOCK_K * STEPS)
     first_col = (pid % col_programs) * (BLOCK_K * STEPS)
 
@@ -96,7 +97,7 @@ def _fake_rowwise_kernel(
         tl.store(out_row + cols, y.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["M", "G"])
+@triton.jit(do_not_specialize=["B", "M", "G"])
 def _fake_blocks_kernel(
     row_ptr,  # (B, M, K), last stride 1: rowwise result (KIND 1)
     out_ptr,  # (B, M, K), last stride 1: colwise or square result
@@ -105,6 +106,7 @@ def _fake_blocks_kernel(
     M,
     K,
     G,
+    B,
     stride_ob,
     stride_om,
     stride_xb,
@@ -123,7 +125,7 @@ def _fake_blocks_kernel(
     # 1. Which tiles are mine?
     NK: tl.constexpr = BLOCK_K // 32
     pid = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
+    batch = batch_index(B)
     col_programs = tl.cdiv(K, BLOCK_K * STEPS)
     tile = pid // col_programs
 
@@ -182,7 +184,8 @@ def fake_quantize(
     block_m, block_k, steps, warps = TILE_ROWWISE if offs is None else TILE_ROWWISE_GROUPS
     *_, m, k = x.shape
     steps = min(steps, shapes.cdiv(k, block_k))
-    grid = (shapes.cdiv(m, block_m) * shapes.cdiv(k, block_k * steps), x.shape[0] if x.ndim == 3 else 1)
+    batch = x.shape[0] if x.ndim == 3 else 1
+    grid = batch_grid(shapes.cdiv(m, block_m) * shapes.cdiv(k, block_k * steps), batch)
     _fake_rowwise_kernel[grid](
         out,
         x,
@@ -190,6 +193,7 @@ def fake_quantize(
         m,
         k,
         1 if offs is None else offs.shape[0],
+        batch,
         out.stride(0) if x.ndim == 3 else 0,
         out.stride(-2),
         x.stride(0) if x.ndim == 3 else 0,
@@ -239,7 +243,8 @@ def _launch_blocks(
     *_, m, k = x.shape
     steps = min(steps, shapes.cdiv(k, block_k))
     groups = None if offs is None else offs.shape[0]
-    grid = (row_units(m, groups, block_m) * shapes.cdiv(k, block_k * steps), x.shape[0] if x.ndim == 3 else 1)
+    batch = x.shape[0] if x.ndim == 3 else 1
+    grid = batch_grid(row_units(m, groups, block_m) * shapes.cdiv(k, block_k * steps), batch)
     _fake_blocks_kernel[grid](
         row,
         out,
@@ -248,6 +253,7 @@ def _launch_blocks(
         m,
         k,
         groups or 1,
+        batch,
         out.stride(0) if x.ndim == 3 else 0,
         out.stride(-2),
         x.stride(0) if x.ndim == 3 else 0,

@@ -28,7 +28,7 @@ from torch import Tensor
 from .. import device, shapes
 from ..formats import BLOCK, SF_ROWS
 from . import gluon_both
-from ._blocks import aligned, block_rows, store_padded_ends
+from ._blocks import aligned, batch_grid, batch_index, block_rows, store_padded_ends
 from ._e8m0 import constants, quantize_last, quantize_middle
 from ._tiles import SF_TILE, tile_byte
 from .quantize_colwise import colwise_outputs, load_blocks, row_units, store_colwise
@@ -38,7 +38,7 @@ TILE = (32, 128, 4)
 TILE_BLOCKED = (SF_ROWS, 128, 8)
 
 
-@triton.jit(do_not_specialize=["M", "MP", "G", "all_units"])
+@triton.jit(do_not_specialize=["B", "M", "MP", "G", "all_units"])
 def _quantize_both_kernel(
     q_row_ptr,  # (B, M, K) uint8, contiguous
     s_row_ptr,  # (B, M, K32) uint8, contiguous; or blocked, (B, units, col_tiles, 512)
@@ -52,6 +52,7 @@ def _quantize_both_kernel(
     K,
     G,
     all_units,  # 128-row units of the blocked scales of one matrix
+    B,
     stride_xb,
     stride_xm,
     G_POW2: tl.constexpr,
@@ -68,7 +69,7 @@ def _quantize_both_kernel(
     # 1. Which tile am I?
     NK: tl.constexpr = BLOCK_K // 32
     pid = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
+    batch = batch_index(B)
     if GROUPED:  # noqa: SIM102
         if pid == 0:
             store_padded_ends(padded_offs_ptr, offs_ptr, M, G, G_POW2)
@@ -160,7 +161,7 @@ def quantize_both_triton(
     block_m, block_k, warps = TILE_BLOCKED if blocked else TILE
     mp = q_col.shape[-2]
     tiles = row_units(m, groups, block_m)
-    grid = (tiles * max(shapes.cdiv(k, block_k), 1), batch)
+    grid = batch_grid(tiles * max(shapes.cdiv(k, block_k), 1), batch)
     _quantize_both_kernel[grid](
         q_row.view(torch.uint8),
         s_row,
@@ -174,6 +175,7 @@ def quantize_both_triton(
         k,
         groups or 1,
         tiles - (groups is not None),
+        batch,
         x.stride(0) if x.ndim == 3 else 0,
         x.stride(-2),
         G_POW2=triton.next_power_of_2(groups or 1),

@@ -28,7 +28,7 @@ from torch import Tensor
 from .. import device, shapes
 from ..formats import BLOCK, SF_ROWS
 from . import gluon_colwise
-from ._blocks import aligned, block_rows, store_padded_ends
+from ._blocks import aligned, batch_grid, batch_index, block_rows, store_padded_ends
 from ._e8m0 import constants, quantize_middle
 from ._tiles import k_group_byte
 
@@ -89,7 +89,7 @@ def load_blocks(x_ptr, src, live_end, stride_xm, first_col, K, EVEN_K: tl.conste
         return tl.load(x_ptr + at, mask=live & (cols < K), other=0)
 
 
-@triton.jit(do_not_specialize=["M", "MP", "G", "all_units"])
+@triton.jit(do_not_specialize=["B", "M", "MP", "G", "all_units"])
 def _quantize_colwise_kernel(
     q_ptr,  # (B, K, MP) uint8, contiguous
     scale_ptr,  # (B, K, MP/32) uint8, contiguous; or blocked, (B, 512 * row tiles * units)
@@ -101,6 +101,7 @@ def _quantize_colwise_kernel(
     K,
     G,
     all_units,  # columns of tiles of the blocked scale of one matrix
+    B,
     stride_xb,
     stride_xm,
     G_POW2: tl.constexpr,
@@ -116,7 +117,7 @@ def _quantize_colwise_kernel(
 ):
     # 1. Which tile am I?
     pid = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
+    batch = batch_index(B)
     if GROUPED:  # noqa: SIM102
         if pid == 0:
             store_padded_ends(padded_offs_ptr, offs_ptr, M, G, G_POW2)
@@ -184,7 +185,7 @@ def quantize_colwise_triton(
     groups = None if offs is None else offs.shape[0]
     tiles = row_units(m, groups, block_m)
     col_tiles = shapes.cdiv(shapes.round_up(k, SF_ROWS) if blocked else k, block_k)
-    grid = (tiles * max(col_tiles, 1), batch)
+    grid = batch_grid(tiles * max(col_tiles, 1), batch)
     _quantize_colwise_kernel[grid](
         q.mT.view(torch.uint8),
         scale if blocked else scale.mT,
@@ -196,6 +197,7 @@ def quantize_colwise_triton(
         k,
         groups or 1,
         tiles - (groups is not None),
+        batch,
         x.stride(0) if x.ndim == 3 else 0,
         x.stride(-2),
         G_POW2=triton.next_power_of_2(groups or 1),

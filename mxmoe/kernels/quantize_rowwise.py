@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .. import shapes
 from ..formats import BLOCK, SF_ROWS
-from ._blocks import NONE, find_unit
+from ._blocks import NONE, batch_grid, batch_index, find_unit
 from ._e8m0 import constants, quantize_last
 from ._groups import last_end
 from ._tiles import SF_TILE, tile_byte
@@ -37,7 +37,7 @@ TILE = (8, 512, 1, 4)
 TILE_GROUPS = (8, 512, 4, 4)  # blocked scales of M groups
 
 
-@triton.jit(do_not_specialize=["M", "G", "units"])
+@triton.jit(do_not_specialize=["B", "M", "G", "units"])
 def _quantize_rowwise_kernel(
     q_ptr,  # (B, M, K) uint8, contiguous
     scale_ptr,  # (B, M, K32) uint8, contiguous; or blocked, (B, row units, col_tiles, 512)
@@ -47,6 +47,7 @@ def _quantize_rowwise_kernel(
     K,
     G,
     units,  # 128-row units of the blocked scale of one matrix
+    B,
     stride_xb,
     stride_xm,
     G_POW2: tl.constexpr,
@@ -63,7 +64,7 @@ def _quantize_rowwise_kernel(
     # 1. Which rows and columns are mine?
     NK: tl.constexpr = BLOCK_K // 32
     pid = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
+    batch = batch_index(B)
     col_programs = tl.cdiv(K, BLOCK_K * STEPS)
     tile = pid // col_programs
     first_col = (pid % col_programs) * (BLOCK_K * STEPS)
@@ -149,7 +150,7 @@ def quantize_rowwise(
     if blocked:
         row_tiles = (units + (groups is not None)) * (SF_ROWS // block_m)
     width = block_k * steps
-    _quantize_rowwise_kernel[(row_tiles * shapes.cdiv(k, width), batch)](
+    _quantize_rowwise_kernel[batch_grid(row_tiles * shapes.cdiv(k, width), batch)](
         q.view(torch.uint8),
         scale,
         x,
@@ -158,6 +159,7 @@ def quantize_rowwise(
         k,
         groups or 1,
         units,
+        batch,
         x.stride(0) if x.ndim == 3 else 0,
         x.stride(-2),
         G_POW2=triton.next_power_of_2(groups or 1),

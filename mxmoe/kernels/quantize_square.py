@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import shapes
 from ..formats import BLOCK
-from ._blocks import aligned
+from ._blocks import aligned, batch_grid, batch_index
 from ._e8m0 import constants, quantize_tile
 from .quantize_colwise import load_blocks
 
@@ -31,13 +31,14 @@ TILE = (32, 128, 4)
 TILE_COLUMN_MAJOR = (64, 32, 2)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["B", "M"])
 def _quantize_square_kernel(
     q_ptr,  # (B, M, K) uint8, contiguous; COLUMN_MAJOR: (B, K, M)
     scale_ptr,  # (B, ceil(M/32), ceil(K/32)) uint8
     x_ptr,  # (B, M, K), last stride 1
     M,
     K,
+    B,
     stride_xb,
     stride_xm,
     COLUMN_MAJOR: tl.constexpr,
@@ -52,7 +53,7 @@ def _quantize_square_kernel(
     # 1. Which tile am I?
     NK: tl.constexpr = BLOCK_K // 32
     pid = tl.program_id(0)
-    batch = tl.program_id(1).to(tl.int64)
+    batch = batch_index(B)
     col_tiles = tl.cdiv(K, BLOCK_K)
     tile = pid // col_tiles
     first_col = pid % col_tiles * BLOCK_K
@@ -92,13 +93,14 @@ def quantize_square(x: Tensor, column_major: bool, elem_dtype: torch.dtype, scal
     if not q.numel():
         return q, scale
     block_m, block_k, warps = TILE_COLUMN_MAJOR if column_major else TILE
-    grid = (shapes.cdiv(m, block_m) * shapes.cdiv(k, block_k), batch)
+    grid = batch_grid(shapes.cdiv(m, block_m) * shapes.cdiv(k, block_k), batch)
     _quantize_square_kernel[grid](
         (q.mT if column_major else q).view(torch.uint8),
         scale,
         x,
         m,
         k,
+        batch,
         x.stride(0) if x.ndim == 3 else 0,
         x.stride(-2),
         COLUMN_MAJOR=column_major,
