@@ -196,10 +196,10 @@ def main() -> int:
                         flush=True,
                     )
                     if args.dump:
-                        stem = re.sub(r"\W+", "_", f"{name}_{function.__name__}_{text}")
+                        title = re.sub(r"\W+", "_", f"{name}_{function.__name__}_{text}")
                         for kind in ("ttgir", "ptx", "amdgcn"):
                             if kind in kernel.asm:
-                                (args.dump / f"{stem}.{kind}").write_text(kernel.asm[kind])
+                                (args.dump / f"{title}.{kind}").write_text(kernel.asm[kind])
                 if not problem and not found:
                     problem = f"expected instruction missing: {case.expect[text]}"
                 if problem:

@@ -449,6 +449,84 @@ def test_gpu_past_two_billion_elements():
     assert (dw[:-1].abs().amax() == 0).item()
 
 
+# --- the warp-specialized kernel of sm_90 ----------------------------------------------------------------------------
+def _gluon():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma: sm_90 only")
+    from mxmoe.kernels import gluon_grouped_mm
+
+    return gluon_grouped_mm
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [*GROUP_CASES, pytest.param([(37 * i) % 71 for i in range(512)], id="512")])
+def test_gpu_gluon_groups(sizes):
+    """Bit-equal to the Triton kernel; tail and empty groups zero; NaN of one group stays there."""
+    gluon = _gluon()
+    n, k = 144, 208
+    a, b, grad, offs = _case(sizes, n, k)
+    with poisoned():
+        out, dx = gluon.gluon_mm_m_groups(a, b, offs), gluon.gluon_mm_m_groups(grad, b.mT, offs)
+        dw = gluon.gluon_mm_k_groups(grad, a, offs)
+    wide = bf16_grouped_mm.WIDE
+    assert_bitwise(out, bf16_mm_m_groups(a, b, offs, None, BF16, wide), "fprop")
+    assert_bitwise(dx, bf16_mm_m_groups(grad, b.mT, offs, None, BF16, wide), "dgrad")
+    assert_bitwise(dw, bf16_mm_k_groups(grad, a, offs, BF16, wide), "wgrad")
+    assert (out[sum(sizes) :] == 0).all()
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
+    start, end = _spans(offs)[largest]
+    a[start:end], b[largest], grad[start:end] = torch.nan, torch.nan, torch.inf
+    rows = torch.ones(a.shape[0], dtype=torch.bool, device=DEVICE)
+    rows[start:end] = False
+    others = torch.arange(len(sizes), device=DEVICE) != largest
+    assert_bitwise(gluon.gluon_mm_m_groups(a, b, offs)[rows], out[rows], "rows of other groups")
+    assert_bitwise(gluon.gluon_mm_k_groups(grad, a, offs)[others], dw[others], "dw of other groups")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(131072, 2048, 7168, 8), (16384, 8192, 5120, 8)])
+def test_gpu_gluon_large(shape):
+    """The shapes it is chosen for, against torch's kernel; more than 2**29 elements."""
+    gluon = _gluon()
+    m, n, k, g = shape
+    x, w, grad = (torch.randn(s, device="cuda", dtype=BF16) for s in ((m, k), (g, n, k), (m, n)))
+    cuts = torch.sort(torch.randint(0, m, (g - 1,), generator=torch.Generator().manual_seed(5))).values
+    offs = torch.cat([cuts, torch.tensor([m])]).to(torch.int32).cuda()
+    for ours, theirs in (
+        (lambda: gluon.gluon_mm_m_groups(x, w, offs), lambda: torch._grouped_mm(x, w.mT, offs=offs)),
+        (lambda: gluon.gluon_mm_m_groups(grad, w.mT, offs), lambda: torch._grouped_mm(grad, w, offs=offs)),
+        (lambda: gluon.gluon_mm_k_groups(grad, x, offs), lambda: torch._grouped_mm(grad.t(), x, offs=offs)),
+    ):
+        got, expected = ours(), theirs()
+        assert ((got - expected).norm() / expected.norm()).item() < 2**-8
+        assert_bitwise(ours(), got, "second run")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [[40, 10, 70], [-5, 1000, 60], [200, 300, 400], [0, 0, -1]])
+def test_gpu_gluon_bad_offs(bad):
+    gluon = _gluon()
+    offs = torch.tensor(bad, dtype=torch.int32, device=DEVICE)
+    a, b, grad = scaled_randn(70, 80), scaled_randn(3, 72, 80, seed=1), scaled_randn(70, 72, seed=2)
+    wide = bf16_grouped_mm.WIDE
+    assert_bitwise(gluon.gluon_mm_m_groups(a, b, offs), bf16_mm_m_groups(a, b, offs, None, BF16, wide), "M groups")
+    assert_bitwise(gluon.gluon_mm_k_groups(grad, a, offs), bf16_mm_k_groups(grad, a, offs, BF16, wide), "K groups")
+
+
+@pytest.mark.gpu
+def test_gpu_gluon_supported():
+    supported = _gluon().supported
+    a, b, offs = scaled_randn(70, 80), scaled_randn(3, 72, 80, seed=1), scaled_randn(70, 72, seed=2)
+    assert supported(a, b, None, BF16)
+    assert supported(a, b.mT.contiguous().mT, None, BF16)
+    assert supported(offs, a, None, BF16)
+    assert not supported(a, b, scaled_randn(3, 72), BF16)
+    assert not supported(a, b, None, torch.float32)
+    assert not supported(a, b[:, :71], None, BF16)
+    assert not supported(scaled_randn(70, 81), scaled_randn(3, 72, 81), None, BF16)
+    assert not supported(a[:0], b, None, BF16)
+
+
 def test_group_family_is_whole():
     """The tests above run on the family of cases.py; an empty family would be green."""
     assert len(GROUPS) >= 10

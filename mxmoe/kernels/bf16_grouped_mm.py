@@ -246,19 +246,61 @@ def _bf16_mm_k_groups_kernel(
             store_slice_halves(out, acc, g, n0, k0, N, K, OUT_DTYPE, TMA_OUT, HALVES, BLOCK_N, BLOCK_K)
 
 
-# sm_90 and sm_100: 227 KiB of shared memory hold four stages and half an output tile in 16 bits, or two programs with
-# three stages of a smaller tile each. H200, time over torch's (2026-11-30, hot chip), best of 11 configurations:
-# fprop and dgrad 128 x 256, 4 stages: 0.86-0.96; wgrad two programs: 0.86-1.00. Lost: 256 x 128 (1.05-1.25); nested
-# loops instead of one flat loop (+2 to +9 %); three stages and a whole tile (+0 to +2 %); bands of 32 (+1 to +5 %).
-M_GROUPS_CONFIG = Config(128, 256, 64, band=8, tma_out=True, halves=True, flatten=True, warps=8, stages=4)
-M_GROUPS_LARGE = replace(M_GROUPS_CONFIG, band=16)
-K_GROUPS_CONFIG = Config(128, 128, 64, band=8, tma_out=True, halves=True, flatten=True, warps=4, stages=3, per_sm=2)
+# 227 KiB of shared memory hold four stages of a wide tile and half an output tile in 16 bits, or, for two programs on
+# an SM, three stages of a square tile each: while one program stores, the other multiplies.
+#
+# H200, 2026-11-30, hot chip, random order, speed over torch._grouped_mm's, median of 5 pairs. The chip runs at its
+# power limit: one dense cuBLAS product of the same FLOPs is in the last column, and little more than that can be had.
+#
+#     (M, N, K, G)              GEMM    wide, band 8   square, band 8 | 16 | 32    Gluon, band 8    dense
+#     (16384, 2048, 7168, 8)    fprop      1.136        1.136 | 1.142 | 1.137          1.129        1.155
+#                               dgrad      1.046        1.074 | 1.065 | 1.053          1.063        1.071
+#                               wgrad      1.020        1.054 | 1.049 | 1.065          1.033        1.085
+#     (131072, 2048, 7168, 8)   fprop      1.005        0.956 | 0.940 | 0.940          1.013        0.995
+#                               dgrad      1.025        0.962 | 0.947 | 0.937          1.046        1.022
+#                               wgrad      0.999        1.019 | 1.008 | 1.001          0.998        0.958
+#     (16384, 8192, 5120, 8)    fprop      1.036        1.043 | 1.005 | 0.975          1.047        1.024
+#                               dgrad      1.041        1.055 | 1.013 | 0.987          1.048        1.048
+#                               wgrad      1.008        0.941 | 0.921 | 0.947          1.016        1.094
+#     (131072, 1536, 2048, 128) fprop      1.097        1.125 | 1.141 | 1.123          1.118        1.203
+#                               dgrad      1.093        1.116 | 1.124 | 1.115          1.114        1.167
+#                               wgrad      1.074        1.151 | 1.144 | 1.153          1.082        1.298
+#
+# Lost (cold chip): wide 256 x 128 (-13 to -22 %); nested loops instead of one flat loop (-2 to -11 %); three stages and
+# a whole output tile (0 to -2 %).
+WIDE = Config(128, 256, 64, band=8, tma_out=True, halves=True, flatten=True, warps=8, stages=4)
+SQUARE = Config(128, 128, 64, band=8, tma_out=True, halves=True, flatten=True, warps=4, stages=3, per_sm=2)
 LARGE_GROUP = 2048
-"""Rows per group from which a band of 16 row tiles wins: one band is then one wave of programs."""
+"""Rows per group up to which the square tile wins in M groups, and a wide band in K groups."""
+LARGE_SLICE = 1 << 25
+"""Elements of one group's output from which the square tile loses in K groups: it reads the operands twice as often."""
 # sm_120: 99 KiB.
 SMALL_CONFIG = Config(128, 128, 64, band=8, tma_out=True, halves=True, flatten=True, warps=8, stages=2)
 # Strides that are no multiple of 16 bytes, and devices without TMA.
 POINTER_CONFIG = Config(64, 128, 32, band=8, tma_out=False, halves=False, flatten=False, warps=8, stages=3)
+
+
+def _m_groups_best(m: int, g: int) -> Config:
+    """Configuration of M groups: by rows per group. A band no taller than a group has the tiles of one wave."""
+    if m > LARGE_GROUP * g:
+        return WIDE
+    return replace(SQUARE, band=16) if 2 * m <= LARGE_GROUP * g else SQUARE
+
+
+def _k_groups_best(m: int, n: int, k: int, g: int) -> Config:
+    """Configuration of K groups: by the size of one group's output, then by rows per group."""
+    if n * k >= LARGE_SLICE:
+        return replace(WIDE, band=16)
+    return SQUARE if m > LARGE_GROUP * g else replace(SQUARE, band=32)
+
+
+def _gluon(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> bool:
+    """Whether the warp-specialized kernel takes a call that would get the wide tile: 1 to 2 % faster on sm_90."""
+    if device.capability(a.device) != (9, 0):
+        return False
+    from . import gluon_grouped_mm as gluon
+
+    return gluon.supported(a, b, bias, out_dtype)
 
 
 def _config(best: Config, where: torch.device, tma: bool, out_dtype: torch.dtype) -> Config:
@@ -286,13 +328,16 @@ def bf16_mm_m_groups(
         return out.zero_()
     if a.stride(-1) != 1:
         a = a.contiguous()
+    if config is None and m > LARGE_GROUP * g and _gluon(a, b, bias, out_dtype):
+        from . import gluon_grouped_mm as gluon
+
+        return gluon.gluon_mm_m_groups(a, b, offs)
     b_rows = b.stride(-1) != 1
     if b_rows and b.stride(-2) != 1:
         b, b_rows = b.contiguous(), False
     stored = b.mT if b_rows else b
     tma = k > 0 and tma_ready(a, stored)
-    best = M_GROUPS_LARGE if m >= LARGE_GROUP * g else M_GROUPS_CONFIG
-    c = config or _config(best, a.device, tma, out_dtype)
+    c = config or _config(_m_groups_best(m, g), a.device, tma, out_dtype)
     tma_out = tma and c.tma_out and tma_ready(out)
     cols = c.cols // 2 if c.halves else c.cols
     b_block = (1, c.step, c.cols) if b_rows else (1, c.cols, c.step)
@@ -342,8 +387,12 @@ def bf16_mm_k_groups(
         return out.zero_()
     a = a if a.stride(-1) == 1 else a.contiguous()
     b = b if b.stride(-1) == 1 else b.contiguous()
+    if config is None and n * k >= LARGE_SLICE and _gluon(a, b, None, out_dtype):
+        from . import gluon_grouped_mm as gluon
+
+        return gluon.gluon_mm_k_groups(a, b, offs)
     tma = tma_ready(a, b)
-    c = config or _config(K_GROUPS_CONFIG, a.device, tma, out_dtype)
+    c = config or _config(_k_groups_best(m, n, k, g), a.device, tma, out_dtype)
     tma_out = tma and c.tma_out and tma_ready(out)
     cols = c.cols // 2 if c.halves else c.cols
     _bf16_mm_k_groups_kernel[(programs(a.device, c.per_sm),)](
@@ -387,6 +436,8 @@ _CALLS = {
     "dgrad": lambda: bf16_mm_m_groups(_example(64, 256), _example(2, 256, 128).mT, _OFFS, None, torch.bfloat16),
     "wgrad": lambda: bf16_mm_k_groups(_example(64, 256), _example(64, 128), _OFFS, torch.bfloat16),
     "wgrad fp32": lambda: bf16_mm_k_groups(_example(64, 256), _example(64, 128), _OFFS, torch.float32),
+    "wide fprop": lambda: bf16_mm_m_groups(_example(64, 128), _example(2, 256, 128), _OFFS, None, torch.bfloat16, WIDE),
+    "wide wgrad": lambda: bf16_mm_k_groups(_example(64, 256), _example(64, 128), _OFFS, torch.bfloat16, WIDE),
 }
 OFFLINE = [Case(name, call, expect=_WGMMA) for name, call in _CALLS.items()] + [
     Case("fprop odd", lambda: bf16_mm_m_groups(_example(64, 81), _example(2, 71, 81), _OFFS, None, torch.bfloat16)),
