@@ -105,7 +105,7 @@ class Case:
 
 def measure(case: Case, writer: Writer, quick: bool) -> None:
     """Rows of one case: clone, torch loop, and every rival, eager, warm and cold."""
-    budget = {"budget_ms": 2.0, "replays": 11 if quick else 25}
+    budget = {"budget_ms": 2.0, "replays": 9 if quick else 15}
     base = {"op": case.op, "shape": list(case.shape), "groups": case.groups, "multiple": case.multiple}
     versions: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
         "clone": (torch.clone, torch.clone),

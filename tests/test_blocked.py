@@ -256,6 +256,36 @@ def test_strides(kind):
     assert_bitwise(mxmoe.to_blocked(scale), oracle(scale), "public")
 
 
+def test_more_row_tiles_than_a_grid_dimension_holds(monkeypatch):
+    """The second dim of a grid ends at 65535; what is beyond goes into the third. Here it ends at 2."""
+    monkeypatch.setattr("mxmoe.kernels._launch.GRID_Y", 2)
+    scale = random_scale(2 * 128 + 40, 16)
+    rows, cols = scale.shape
+    k_sizes, m_sizes = [4, 8], [140, 100]
+    k = kernels.to_blocked_k_groups(scale, ends(k_sizes), "parallel")
+    assert_bitwise(k, oracle_k_groups(scale, k_sizes), "k groups")
+    m = kernels.to_blocked_m_groups(scale, ends(m_sizes), "parallel")
+    assert_bitwise(m, oracle_m_groups(scale, m_sizes), "m groups")
+    one = kernels.to_blocked(scale)
+    assert_bitwise(one, oracle(scale), "one matrix")
+    assert_bitwise(kernels.from_blocked(one, rows, cols), scale, "one matrix, inverse")
+    k_back, m_back = scale.clone(), scale.clone()
+    k_back[:, sum(k_sizes) :], m_back[sum(m_sizes) :] = 0, 0
+    assert_bitwise(kernels.from_blocked_k_groups(k, ends(k_sizes), rows, cols), k_back, "k groups, inverse")
+    assert_bitwise(kernels.from_blocked_m_groups(m, ends(m_sizes), rows, cols), m_back, "m groups, inverse")
+
+
+@pytest.mark.parametrize("sizes", [[4, 0, 8, 20], [16, 16, 0], [64, 0], [0, 0, 4], [4, 4, 4, 4, 4, 4, 4, 4]])
+def test_chunks_that_span_aligned_groups(sizes):
+    """All ends are multiples of 4: one load per chunk, stored group by group; the tail must not reach the slack."""
+    scale = random_scale(33, 80)
+    assert sum(sizes) < 80
+    for method in METHODS:
+        with guarded():
+            blocked = kernels.to_blocked_k_groups(scale, ends(sizes), method)
+        assert_bitwise(blocked, oracle_k_groups(scale, sizes), method)
+
+
 def test_second_run_is_equal():
     scale, offs = random_scale(40, 64), ends([7, 20, 30])
     for method in METHODS:

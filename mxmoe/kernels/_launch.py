@@ -10,6 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# The second dim of a CUDA grid ends here.
+GRID_Y = 65535
+
 
 class Launcher:
     """Calls one kernel whose arguments are, in order: tensors, ints (all in do_not_specialize), constexprs.
@@ -24,7 +27,7 @@ class Launcher:
 
     def __call__(
         self,
-        grid: int,
+        grid: tuple[int, int, int],
         tensors: Sequence[Tensor],
         ints: Sequence[int],
         constexprs: Sequence[int | bool],
@@ -39,9 +42,9 @@ class Launcher:
         key = (device.index, aligned, *constexprs, num_warps, maxnreg)
         compiled = self.compiled.get(key)
         if compiled is not None and max(ints) < 2**31:
-            compiled[(grid, 1, 1)](*tensors, *ints, *constexprs)
+            compiled[grid](*tensors, *ints, *constexprs)
             return None
-        compiled = self.kernel[(grid,)](*tensors, *ints, *constexprs, num_warps=num_warps, maxnreg=maxnreg)
+        compiled = self.kernel[grid](*tensors, *ints, *constexprs, num_warps=num_warps, maxnreg=maxnreg)
         if compiled is not None and max(ints) < 2**31:  # None: the interpreter ran it
             self.compiled[key] = compiled
         return None
@@ -50,3 +53,13 @@ class Launcher:
 def pow2(n: int) -> int:
     """Smallest power of two that is at least ``n``. ``triton.next_power_of_2`` takes 3 us."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def grid2(fast: int, slow: int) -> tuple[int, int, int]:
+    """Grid of ``slow`` x ``fast`` programs; the second dim of a grid holds at most 65535.
+
+    A larger ``slow`` goes into the third dim, too: the kernel takes ``program_id(2) * num_programs(1) + program_id(1)``
+    and does nothing beyond ``slow``. Two coordinates out of one program id would be a division, some 30 instructions
+    in front of the first load.
+    """
+    return (fast, slow, 1) if slow <= GRID_Y else (fast, GRID_Y, -(-slow // GRID_Y))

@@ -11,15 +11,16 @@
 A group is padded to 4 columns and 128 rows with zero bytes; its tile-row stride is its own n_g, not the matrix's.
 The slack behind the last group is treated as one more group, of no columns: it comes out zero.
 
-Grid     parallel: (row tile, chunk of CB column tiles), flattened, chunks fastest; total is known without reading offs.
+Grid     parallel: (row tile, chunk of CB column tiles), chunks fastest; total is known without reading offs.
          A program finds the group of its first tile and walks on through the groups that its chunk touches.
-         naive: (row tile, group), flattened, slack included; a program loops over its group in chunks of CB tiles.
+         naive: (row tile, group), groups fastest, slack included; a program loops over its group, CB tiles at a time.
 Writes   every output byte exactly once, so the buffer may come from torch.empty.
 Traffic  1 byte read and 1 byte written per scale, plus padding.
-Words    While groups begin at multiples of 4 columns, tile t holds word t of each row. The parallel form loads that
-         before it knows the groups, which hides the latency of reading offs. If it guessed wrong, or if the chunk spans
-         groups, words are cut out of the two aligned words around them (UNIT 16 and 4), or put together from bytes
-         (UNIT 1: columns, strides or address do not divide by 4).
+Words    If all groups begin at multiples of 4 columns, tile t holds word t of each row, whatever its group. The
+         parallel form loads that before it knows the groups, which hides the latency of reading offs, and stores the
+         block group by group: only the address differs. If some group begins elsewhere, words are cut out of the two
+         aligned words around them (UNIT 16 and 4), or put together from bytes (UNIT 1: columns, strides or address do
+         not divide by 4).
 Index    int64 for addresses; rows, columns and tiles are int32.
 Source   cuBLAS manual, "1D block scaling factors layout"; ``docs/layouts.md``.
 """
@@ -32,14 +33,20 @@ from torch import Tensor
 from mxmoe import shapes
 
 from ._groups import group_bounds
-from ._launch import Launcher, pow2
+from ._launch import Launcher, grid2, pow2
 from ._tile_words import load_pieces, load_tiles, load_vectors, load_words, store_pieces, store_tiles, unit_bytes
 from ._tiles import exclusive_sum
 
 # (CB, num_warps, maxnreg); num_warps <= CB/4 keeps the transpose in registers, see _tile_words.
+# H200, 2026-11-30, 8 groups at multiples of 4, warm L2, us at (8192, 4096) (2048, 4096) (8192, 512); a clone takes
+# 17.2, 3.35, 2.27. (16, 4): 19.4, 4.1, 3.0. The small shape would like 48 registers, which make offs that are not
+# multiples of 4 slower (3 % at 8 groups); (32, 8, 56): 19.3, 4.5 and not among the best six at 512 columns.
+# What it is made of: a chunk that spans groups is still one load. Sending it through the general path cost 6.5 us at
+# (8192, 512), where most chunks span groups, and 20.3 at (8192, 4096).
 PARALLEL = (16, 4, None)
-NAIVE = (32, 8, None)
-INVERSE = (16, 4, None)
+# 39.8 us at (8192, 4096), 4.1 at (2048, 512); (32, 8): 43.5, 4.0; (16, 4): 45.3, 4.3.
+NAIVE = (64, 8, None)
+INVERSE = (16, 4, None)  # not swept
 
 
 @triton.jit
@@ -98,48 +105,61 @@ def to_blocked_k_groups_kernel(
     PARALLEL: tl.constexpr,
 ):
     # 1. Which row tile, and which chunk (parallel) or group (naive), is mine?
-    parts = tl.cdiv(total, CB) if PARALLEL else G + 1
-    row_tile = tl.program_id(0) // parts
-    part = tl.program_id(0) % parts
+    part = tl.program_id(0)
+    row_tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    if row_tile >= row_tiles:
+        return
     rows = R - row_tile * 128
     scale_ptr += (row_tile * 128).to(tl.int64) * (stride_row.to(tl.int64) * UNIT)
 
-    # 2. Coordinates: load the words that the chunk holds if it is aligned, then find the groups, in columns and tiles.
-    if PARALLEL and UNIT == 16:
-        t0 = part * CB
-        ahead = load_vectors(scale_ptr + t0 * 4, rows, stride_row, cols * 4 - t0, CB)
-    starts, ends, sizes = group_bounds(offs_ptr, G, cols * UNIT, G_POW2)
-    tiles = tl.cdiv(sizes, 4)
-    firsts = exclusive_sum(tiles)
-    used = tl.sum(tiles)
-
-    # 3., 4. Load and store. Outside the group or the matrix is padding, and padding is zero.
+    # 2., 3., 4. Coordinates, load, store. Outside the group or the matrix is padding, and padding is zero.
     if PARALLEL:
         t0 = part * CB
         t = t0
         last = tl.minimum(t0 + CB, total)
         if UNIT == 16:
-            mine = (firsts <= t0) & (t0 < firsts + tiles)
-            size = _pick(sizes, mine)
-            first = _pick(firsts, mine)
-            n = size // 4
-            if (_pick(starts, mine) == 4 * first) & (size == 4 * n) & (last <= first + n):
-                tile = first.to(tl.int64) * row_tiles + row_tile.to(tl.int64) * n + (t0 - first)
-                store_tiles(out_ptr, tile, ahead, 0, last - t0, CB)
-                t = last
-        while t < last:
-            mine = (firsts <= t) & (t < firsts + tiles)  # nowhere true: the slack
-            start = _pick(starts, mine)
-            size = _pick(sizes, mine)
-            first = tl.where(t < used, _pick(firsts, mine), used)
-            n = tl.where(t < used, tl.cdiv(size, 4), total - used)
-            stop = tl.minimum(first + n, last)
-            _move(
-                out_ptr, scale_ptr, rows, stride_row, stride_col, row_tile, row_tiles,
-                t0, t, stop, start, size, first, n, CB, UNIT,
-            )  # fmt: skip
-            t = stop
+            # Loads that wait for nothing; meanwhile, offs. A vector of 32 reduces in one instruction (redux), one of 8
+            # in three shuffles.
+            block = load_vectors(scale_ptr + t0 * 4, rows, stride_row, cols * 4 - t0, CB)
+            WIDTH: tl.constexpr = 32 if G_POW2 < 32 else G_POW2
+            i = tl.arange(0, WIDTH)
+            ends_of = tl.load(offs_ptr + i, mask=i < G, other=0)
+            ends_of = tl.minimum(tl.maximum(ends_of, 0), cols * UNIT)
+            if tl.max(ends_of & 3) == 0:
+                # Word t belongs to the first group that ends behind it, and that group starts where an earlier one
+                # ended last: no prefix sum. Behind the last group is the slack.
+                words_to = ends_of >> 2
+                all_words = tl.max(words_to)
+                while t < last:
+                    g = tl.min(tl.where(words_to > t, i, WIDTH))
+                    begin = tl.max(tl.where(i < g, words_to, 0))
+                    end = tl.where(t < all_words, tl.max(tl.where(i == g, words_to, 0)), total)
+                    to = tl.minimum(end, last)
+                    at = begin.to(tl.int64) * row_tiles + row_tile.to(tl.int64) * (end - begin) + (t0 - begin)
+                    store_tiles(out_ptr, at, tl.where(t < all_words, block, 0), t - t0, to - t0, CB)
+                    t = to
+        if t < last:
+            starts, ends, sizes = group_bounds(offs_ptr, G, cols * UNIT, G_POW2)
+            tiles = tl.cdiv(sizes, 4)
+            firsts = exclusive_sum(tiles)
+            used = tl.sum(tiles)
+            while t < last:
+                mine = (firsts <= t) & (t < firsts + tiles)  # nowhere true: the slack
+                start = _pick(starts, mine)
+                size = _pick(sizes, mine)
+                first = tl.where(t < used, _pick(firsts, mine), used)
+                n = tl.where(t < used, tl.cdiv(size, 4), total - used)
+                stop = tl.minimum(first + n, last)
+                _move(
+                    out_ptr, scale_ptr, rows, stride_row, stride_col, row_tile, row_tiles,
+                    t0, t, stop, start, size, first, n, CB, UNIT,
+                )  # fmt: skip
+                t = stop
     else:
+        starts, ends, sizes = group_bounds(offs_ptr, G, cols * UNIT, G_POW2)
+        tiles = tl.cdiv(sizes, 4)
+        firsts = exclusive_sum(tiles)
+        used = tl.sum(tiles)
         mine = tl.arange(0, G_POW2) == part  # group G, of size 0, is the slack
         start = _pick(starts, mine)
         size = _pick(sizes, mine)
@@ -167,9 +187,10 @@ def from_blocked_k_groups_kernel(
     UNIT: tl.constexpr,
 ):
     # 1. Which row tile and which chunk of column tiles is mine?
-    chunks = tl.cdiv(total, CB)
-    row_tile = tl.program_id(0) // chunks
-    t0 = tl.program_id(0) % chunks * CB
+    t0 = tl.program_id(0) * CB
+    row_tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    if row_tile >= row_tiles:
+        return
     rows = R - row_tile * 128
     scale_ptr += (row_tile * 128).to(tl.int64) * C
 
@@ -222,7 +243,7 @@ def to_blocked_k_groups(scale: Tensor, offs: Tensor, method: str) -> Tensor:
         cb, warps, maxnreg = PARALLEL if parallel else NAIVE
         stride_row, stride_col = scale.stride()
         _launch_to(
-            row_tiles * (-(-total // cb) if parallel else groups + 1),
+            grid2(-(-total // cb) if parallel else groups + 1, row_tiles),
             (out, scale, offs),
             (rows, cols // unit, groups, stride_row // unit, stride_col, row_tiles, total),
             (pow2(groups), cb, unit, parallel),
@@ -241,7 +262,7 @@ def from_blocked_k_groups(blocked: Tensor, offs: Tensor, rows: int, cols: int) -
         total = shapes.blocked_k_groups(rows, cols, groups + 1)[1] // 4
         cb, warps, maxnreg = INVERSE
         _launch_from(
-            row_tiles * -(-total // cb),
+            grid2(-(-total // cb), row_tiles),
             (scale, blocked.contiguous(), offs),
             (rows, cols, groups, row_tiles, total),
             (pow2(groups), cb, unit_bytes(scale, cols)),

@@ -10,8 +10,8 @@
         | tail                |                      | slack: 0            |  (M + 127*G) // 128 row tiles
         +---------------------+                      +---------------------+
 
-Grid     parallel: (row tile, chunk of CB column tiles), flattened, chunks fastest; every program finds its group.
-         naive: (group, chunk), slack included; a program loops over the row tiles of its group.
+Grid     parallel: (row tile, chunk of CB column tiles), chunks fastest; every program finds its group.
+         naive: (group, slice, chunk), slack included; a program loops over the row tiles of its group, SLICES apart.
 Writes   every output byte exactly once, so the buffer may come from torch.empty.
 Traffic  1 byte read and 1 byte written per scale, plus padding.
 Index    int64 for addresses: M * C passes 2**31 at M = 1M, C = 2048.
@@ -26,19 +26,50 @@ from torch import Tensor
 from mxmoe import shapes
 
 from ._groups import group_bounds
-from ._launch import Launcher, pow2
+from ._launch import Launcher, grid2, pow2
 from ._tile_words import load_matrix, load_tiles, skip_words, store_matrix, store_tiles, unit_bytes, units_left
 from ._tiles import exclusive_sum
 
 # (CB, num_warps, maxnreg); num_warps <= CB/4 keeps the transpose in registers, see _tile_words.
+# H200, 2026-11-30, 8 groups, warm L2, us at (131072, 224) (131072, 64) (131072, 160); a clone takes 15.5, 3.35, 10.7.
+# (16, 4): 18.4, 3.9, 12.0; (16, 2): 18.6, 4.0, 12.3; (8, 2): 18.6, 4.3, 11.7; (32, 8): 18.7, 5.0. Three scans instead
+# of one in find_row_tile, and a flat grid that is divided, took the same time: the bytes decide, not the lookup.
+# 128 groups write 6 % more bytes in all (padding and slack) and take 20.0.
 PARALLEL = (16, 4, None)
-NAIVE = (16, 4, None)
-INVERSE = (16, 4, None)
+# (16, 2): 19.5 us at 8 groups, 35 at 128; (16, 4): 19.3, 45; (8, 2): 19.7, 45; (32, 4): 21.1, 37.
+NAIVE = (16, 2, None)
+# The naive form's programs per group and chunk. With one, the loop over a large group took 213 us.
+SLICES = 64
+INVERSE = (16, 4, None)  # not swept
 
 
 @triton.jit
 def _pick(values, mine):
     return tl.sum(tl.where(mine, values, 0))
+
+
+@triton.jit
+def find_row_tile(offs_ptr, tile, G, M, G_POW2: tl.constexpr):
+    """Start and end row of the group of row tile ``tile``, and the group's first row tile. Slack: end <= start.
+
+    The same groups as ``group_bounds`` at half the cost: one scan, and reductions over 32 lanes (one instruction each,
+    where 8 lanes take three shuffles). Only offs that decrease somewhere need the two scans that make them safe.
+    """
+    WIDTH: tl.constexpr = 32 if G_POW2 < 32 else G_POW2
+    g = tl.arange(0, WIDTH)
+    ends = tl.load(offs_ptr + g, mask=g < G, other=0)
+    starts = tl.load(offs_ptr + g - 1, mask=(g > 0) & (g < G), other=0)
+    ends = tl.minimum(tl.maximum(ends, 0), M)
+    starts = tl.minimum(tl.maximum(starts, 0), M)
+    if tl.max(tl.where(g < G, starts - ends, 0)) > 0:
+        starts, ends, _ = group_bounds(offs_ptr, G, M, WIDTH)
+    tiles = tl.where(g < G, (ends - starts + 127) >> 7, 0)
+    behind = tl.cumsum(tiles, 0)
+    before = behind <= tile
+    start = tl.max(tl.where(before & (g < G), ends, 0))
+    first = tl.max(tl.where(before, behind, 0))
+    end = tl.max(tl.where((behind > tile) & (behind - tiles <= tile), ends, 0))
+    return start, end, first
 
 
 @triton.jit(do_not_specialize=["M", "cols", "G", "stride_row", "stride_col", "row_tiles", "col_tiles"])
@@ -58,32 +89,33 @@ def to_blocked_m_groups_kernel(
     UNIT: tl.constexpr,
     PARALLEL: tl.constexpr,
 ):
-    # 1. Which chunk of columns, and which row tile (parallel) or group (naive), is mine?
-    chunks = tl.cdiv(col_tiles, CB)
-    part = tl.program_id(0) // chunks
-    word = tl.program_id(0) % chunks * CB
-    starts, ends, sizes = group_bounds(offs_ptr, G, M, G_POW2)
-    tiles = tl.cdiv(sizes, 128)
-    firsts = exclusive_sum(tiles)
+    # 1. Which chunk of columns, and which row tile (parallel) or slice of which group (naive), is mine?
+    word = tl.program_id(0) * CB
     scale_ptr = skip_words(scale_ptr, word, stride_col, UNIT)
     left = units_left(cols, word, UNIT)
 
     # 2. Coordinates; 3. load: outside the group or the matrix is padding, and padding is zero; 4. store whole tiles.
     if PARALLEL:
-        mine = (firsts <= part) & (part < firsts + tiles)  # nowhere true: the slack, of size 0
-        row = (part - _pick(firsts, mine)) * 128
-        rows = _pick(sizes, mine) - row
-        start = (_pick(starts, mine) + row).to(tl.int64) * (stride_row.to(tl.int64) * UNIT)
-        block = load_matrix(scale_ptr + start, rows, stride_row, stride_col, left, CB, UNIT)
+        part = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+        if part >= row_tiles:
+            return
+        start, end, first = find_row_tile(offs_ptr, part, G, M, G_POW2)
+        row = start + (part - first) * 128
+        at = row.to(tl.int64) * (stride_row.to(tl.int64) * UNIT)
+        block = load_matrix(scale_ptr + at, end - row, stride_row, stride_col, left, CB, UNIT)
         store_tiles(out_ptr, part.to(tl.int64) * col_tiles + word, block, 0, col_tiles - word, CB)
     else:
-        mine = tl.arange(0, G_POW2) == part  # group G, of size 0, is the slack
+        g = tl.program_id(2)
+        starts, ends, sizes = group_bounds(offs_ptr, G, M, G_POW2)
+        tiles = tl.cdiv(sizes, 128)
+        firsts = exclusive_sum(tiles)
+        mine = tl.arange(0, G_POW2) == g  # group G, of size 0, is the slack
         size = _pick(sizes, mine)
         used = tl.sum(tiles)
-        first = tl.where(part < G, _pick(firsts, mine), used)
-        n = tl.where(part < G, tl.cdiv(size, 128), row_tiles - used)
+        first = tl.where(g < G, _pick(firsts, mine), used)
+        n = tl.where(g < G, tl.cdiv(size, 128), row_tiles - used)
         start = _pick(starts, mine)
-        for i in range(n):
+        for i in range(tl.program_id(1), n, tl.num_programs(1)):
             at = (start + i * 128).to(tl.int64) * (stride_row.to(tl.int64) * UNIT)
             block = load_matrix(scale_ptr + at, size - i * 128, stride_row, stride_col, left, CB, UNIT)
             store_tiles(out_ptr, (first + i).to(tl.int64) * col_tiles + word, block, 0, col_tiles - word, CB)
@@ -103,9 +135,8 @@ def from_blocked_m_groups_kernel(
     UNIT: tl.constexpr,
 ):
     # 1. Which row tile and which chunk of columns is mine?
-    chunks = tl.cdiv(col_tiles, CB)
-    row_tile = tl.program_id(0) // chunks
-    word = tl.program_id(0) % chunks * CB
+    word = tl.program_id(0) * CB
+    row_tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     starts, ends, sizes = group_bounds(offs_ptr, G, M, G_POW2)
     tiles = tl.cdiv(sizes, 128)
     firsts = exclusive_sum(tiles)
@@ -141,7 +172,7 @@ def to_blocked_m_groups(scale: Tensor, offs: Tensor, method: str) -> Tensor:
         cb, warps, maxnreg = PARALLEL if parallel else NAIVE
         stride_row, stride_col = scale.stride()
         _launch_to(
-            (row_tiles if parallel else groups + 1) * -(-col_tiles // cb),
+            grid2(-(-col_tiles // cb), row_tiles) if parallel else (-(-col_tiles // cb), SLICES, groups + 1),
             (out, scale, offs),
             (m, cols // unit, groups, stride_row // unit, stride_col, row_tiles, col_tiles),
             (pow2(groups), cb, unit, parallel),
@@ -162,7 +193,7 @@ def from_blocked_m_groups(blocked: Tensor, offs: Tensor, rows: int, cols: int) -
         unit = unit_bytes(scale, cols)
         cb, warps, maxnreg = INVERSE
         _launch_from(
-            row_tiles * -(-col_tiles // cb),
+            grid2(-(-col_tiles // cb), row_tiles),
             (scale, blocked.contiguous(), offs),
             (rows, cols // unit, groups, col_tiles),
             (pow2(groups), cb, unit),

@@ -220,7 +220,7 @@ def to_blocked_m_groups(scale: Tensor, offs: Tensor, *, method: Method = "parall
     | result | ``(128*((M + 127*G)//128), 4*ceil(C/4))`` | as ``scale`` | contiguous |
 
     Each group is padded to 128 rows and starts on a fresh row tile; padding, and the slack behind the last group, is
-    byte 0. ``method`` changes speed only: "parallel" has a program per row tile and column chunk, "naive" one per
+    byte 0. ``method`` changes speed only: "parallel" has a program per row tile and column chunk, "naive" 64 per
     group and column chunk.
 
     Raises: ``TypeError``, ``ValueError`` naming the argument, the value found and what is expected.
