@@ -51,8 +51,10 @@ class Config(NamedTuple):
     LR: int = 8  # lanes down the rows
     WR: int = 1  # warps down the rows
     W: int = 4  # warps
-    BAND: int = 8  # row tiles of a band, see ``tile_order``
-    CBAND: int = 8  # column tiles of a band
+    SR: int = 1  # row tiles of a program, whose plain colwise scale bytes are stored together
+    SC: int = 1  # column tiles of a program, whose plain rowwise scale bytes are stored together; not both above 1
+    BAND: int = 8  # programs down the rows in a band, see ``tile_order``
+    CBAND: int = 8  # programs across the columns in a band
     LOAD: str = ""  # cache modifiers and eviction policy
     EVICT: str = ""
     STORE: str = ""
@@ -276,6 +278,15 @@ def quantize_row(w, inv, E5M2: gl.constexpr, FP16: gl.constexpr):
 
 # --- which tile am I -------------------------------------------------------------------------------------------------
 @gluon.jit
+def hidden_zero(i):
+    """0 for a loop counter below 65536, which the compiler does not see.
+
+    Added to the strides in a loop over tiles, it keeps their multiples out of registers from one tile to the next.
+    """
+    return gl.inline_asm_elementwise("shr.u32 $0, $1, 16;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def tile_order(pid, row_tiles, col_tiles, BAND: gl.constexpr, CBAND: gl.constexpr):
     """Program id -> (row tile, column tile): bands of CBAND column tiles, each walked from the first row to the last.
 
@@ -476,50 +487,11 @@ def _row_scale_base(first, index, sf_row_tiles, col):
 
 
 @gluon.jit
-def store_cols(
-    q_ptr, s_ptr, w0, w1, w2, w3, ld16, out_rows16, col, cols, scale_ld, place, sf_row_tiles, sf_slots,
-    MASKED: gl.constexpr, GROUPED: gl.constexpr, BLOCKED: gl.constexpr, EMAX: gl.constexpr, THRESH: gl.constexpr,
-    E5M2: gl.constexpr, FP16: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr,
-    W: gl.constexpr, CACHE: gl.constexpr,
+def _store_col_scales(
+    s_ptr, byte, out_rows16, col, cols, scale_ld, place, sf_row_tiles, sf_slots, MASKED: gl.constexpr,
+    GROUPED: gl.constexpr, BLOCKED: gl.constexpr, R4: gl.constexpr, KW: gl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile in blocks of 32 rows and store it column-major, and its scale bytes.
-
-    ``q_ptr``: byte of the tile's first value; ``ld16``: column stride in units of 16 bytes; ``out_rows16``: rows to
-    store in units of 16; ``col``: first column; ``cols``: columns to store. Plain scale: ``s_ptr`` at its first byte,
-    ``scale_ld`` bytes from column to column. Blocked: ``s_ptr`` at the tile of row tile and column 0 (of the matrix, in
-    groups), ``sf_row_tiles`` = ceil(K/128), ``sf_slots`` tiles from 128 columns to the next, ``place`` of a group's.
-    """
-    R4: gl.constexpr = TR * LR * WR
-    KW: gl.constexpr = TW * (32 // LR) * (W // WR)
-    L3: gl.constexpr = row_blocks_layout(TR, TW, LR, WR, W)
-    LS: gl.constexpr = down_layout(TR, TW, LR, WR, W)
-    amax = absmax(absmax(w0, w1, FP16), absmax(w2, w3, FP16), FP16)
-    amax = gl.convert_layout(amax.reshape([R4 // 8, 8, KW]), L3, assert_trivial=True)
-    byte, inv_low, inv_high = scale_words(reduce_absmax(amax, 1, FP16), EMAX, THRESH, FP16)
-    even, odd = quantize_cols(
-        gl.convert_layout(w0.reshape([R4 // 8, 8, KW]), L3, assert_trivial=True),
-        gl.convert_layout(w1.reshape([R4 // 8, 8, KW]), L3, assert_trivial=True),
-        gl.convert_layout(w2.reshape([R4 // 8, 8, KW]), L3, assert_trivial=True),
-        gl.convert_layout(w3.reshape([R4 // 8, 8, KW]), L3, assert_trivial=True),
-        gl.expand_dims(inv_low, 1),
-        gl.expand_dims(inv_high, 1),
-        E5M2,
-        FP16,
-    )
-    even = gl.convert_layout(even.reshape([R4, KW]), LS)
-    odd = gl.convert_layout(odd.reshape([R4, KW]), LS)
-    r4 = gl.arange(0, R4, layout=gl.SliceLayout(1, LS))[:, None]
-    c = gl.arange(0, KW, layout=gl.SliceLayout(0, LS))[None, :]
-    at = q_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (c * (ld16 * 8) + r4)
-    if MASKED:
-        keep = (r4 < out_rows16 * 4) & (2 * c < cols)
-        gl.store(at, even, mask=keep, cache_modifier=CACHE)
-        gl.store(at + ld16 * 4, odd, mask=keep, cache_modifier=CACHE)
-    else:
-        gl.store(at, even, cache_modifier=CACHE)
-        gl.store(at + ld16 * 4, odd, cache_modifier=CACHE)
-
-    LB: gl.constexpr = gl.SliceLayout(1, L3)
+    LB: gl.constexpr = byte.type.layout
     b = gl.arange(0, R4 // 8, layout=gl.SliceLayout(1, LB))[:, None]
     k = 2 * gl.arange(0, KW, layout=gl.SliceLayout(0, LB))[None, :]
     low = (byte & 0xFF).to(gl.uint8)
@@ -560,6 +532,101 @@ def store_cols(
         else:
             gl.store(at_s, low)
             gl.store(at_s + scale_ld, high)
+
+
+@gluon.jit
+def store_cols(
+    q_ptr, s_ptr, stash, w0, w1, w2, w3, ld16, out_rows16, col, cols, scale_ld, place, sf_row_tiles, sf_slots,
+    MASKED: gl.constexpr, STASH: gl.constexpr, GROUPED: gl.constexpr, BLOCKED: gl.constexpr, EMAX: gl.constexpr,
+    THRESH: gl.constexpr, E5M2: gl.constexpr, FP16: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr,
+    LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr, CACHE: gl.constexpr,
+):  # fmt: skip
+    """Quantize a tile in blocks of 32 rows and store it column-major, and its scale bytes.
+
+    ``q_ptr``: byte of the tile's first value; ``ld16``: column stride in units of 16 bytes; ``out_rows16``: rows to
+    store in units of 16; ``col``: first column; ``cols``: columns to store. Plain scale: ``s_ptr`` at its first byte,
+    ``scale_ld`` bytes from column to column. Blocked: ``s_ptr`` at the tile of row tile and column 0 (of the matrix, in
+    groups), ``sf_row_tiles`` = ceil(K/128), ``sf_slots`` tiles from 128 columns to the next, ``place`` of a group's.
+    STASH: the scale bytes go to shared memory, (row blocks, words), for ``flush_cols``.
+    """
+    R4: gl.constexpr = TR * LR * WR
+    KW: gl.constexpr = TW * (32 // LR) * (W // WR)
+    L3: gl.constexpr = row_blocks_layout(TR, TW, LR, WR, W)
+    LS: gl.constexpr = down_layout(TR, TW, LR, WR, W)
+    amax = absmax(absmax(w0, w1, FP16), absmax(w2, w3, FP16), FP16)
+    amax = gl.convert_layout(amax.reshape([R4 // 8, 8, KW]), L3, assert_trivial=True)
+    byte, inv_low, inv_high = scale_words(reduce_absmax(amax, 1, FP16), EMAX, THRESH, FP16)
+    even, odd = quantize_cols(
+        gl.convert_layout(w0.reshape([R4 // 8, 8, KW]), L3, assert_trivial=True),
+        gl.convert_layout(w1.reshape([R4 // 8, 8, KW]), L3, assert_trivial=True),
+        gl.convert_layout(w2.reshape([R4 // 8, 8, KW]), L3, assert_trivial=True),
+        gl.convert_layout(w3.reshape([R4 // 8, 8, KW]), L3, assert_trivial=True),
+        gl.expand_dims(inv_low, 1),
+        gl.expand_dims(inv_high, 1),
+        E5M2,
+        FP16,
+    )
+    even = gl.convert_layout(even.reshape([R4, KW]), LS)
+    odd = gl.convert_layout(odd.reshape([R4, KW]), LS)
+    r4 = gl.arange(0, R4, layout=gl.SliceLayout(1, LS))[:, None]
+    c = gl.arange(0, KW, layout=gl.SliceLayout(0, LS))[None, :]
+    at = q_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (c * (ld16 * 8) + r4)
+    if MASKED:
+        keep = (r4 < out_rows16 * 4) & (2 * c < cols)
+        gl.store(at, even, mask=keep, cache_modifier=CACHE)
+        gl.store(at + ld16 * 4, odd, mask=keep, cache_modifier=CACHE)
+    else:
+        gl.store(at, even, cache_modifier=CACHE)
+        gl.store(at + ld16 * 4, odd, cache_modifier=CACHE)
+
+    if STASH:
+        stash.store(byte)
+    else:
+        _store_col_scales(
+            s_ptr,
+            byte,
+            out_rows16,
+            col,
+            cols,
+            scale_ld,
+            place,
+            sf_row_tiles,
+            sf_slots,
+            MASKED,
+            GROUPED,
+            BLOCKED,
+            R4,
+            KW,
+        )
+
+
+@gluon.jit
+def _whole(stash, shape: gl.constexpr):
+    """All tiles of a stash as one array: the layout of an array of tiles is that of a tile."""
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    return stash._reinterpret(gl.int32, shape, shared)
+
+
+@gluon.jit
+def flush_cols(
+    s_ptr, stash, blocks, cols, scale_ld, ALIGNED: gl.constexpr, SR: gl.constexpr, KW: gl.constexpr, W: gl.constexpr
+):  # fmt: skip
+    """Store the stashed scale bytes of SR row tiles: 4*SR neighbouring bytes of a column at once.
+
+    ``s_ptr``: first byte; ``blocks``, ``cols``: what to store. ALIGNED: every column starts on a word.
+    """
+    if ALIGNED:
+        LF: gl.constexpr = gl.BlockedLayout([1, 4, 1], [SR, 1, 32 // SR], [1, 1, W], [1, 0, 2])
+    else:
+        LF: gl.constexpr = gl.BlockedLayout([1, 1, 1], [SR, 4, 8 // SR], [1, 1, W], [1, 0, 2])
+    tile = gl.expand_dims(gl.arange(0, SR, layout=gl.SliceLayout(1, gl.SliceLayout(2, LF)))[:, None], 2)
+    b = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LF)))[None, :], 2)
+    k = 2 * gl.expand_dims(gl.arange(0, KW, layout=gl.SliceLayout(0, gl.SliceLayout(1, LF)))[None, :], 1)
+    byte = _whole(stash, [SR, 4, KW]).load(LF)
+    at = s_ptr + (k * scale_ld + (tile * 4 + b))
+    keep = (tile * 4 + b < blocks) & (k < cols)
+    gl.store(at, (byte & 0xFF).to(gl.uint8), mask=keep)
+    gl.store(at + scale_ld, ((byte >> 16) & 0xFF).to(gl.uint8), mask=keep)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -607,46 +674,11 @@ def _store_row(
 
 
 @gluon.jit
-def store_rows(
-    q_ptr, s_ptr, w0, w1, w2, w3, ld8, down, rows, col, cols, scale_ld, place, sf_row_tiles,
-    MASKED: gl.constexpr, GROUPED: gl.constexpr, BLOCKED: gl.constexpr, EMAX: gl.constexpr, THRESH: gl.constexpr,
-    E5M2: gl.constexpr, FP16: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr,
-    W: gl.constexpr, CACHE: gl.constexpr,
+def _store_row_scales(
+    s_ptr, word, down, rows, col, scale_ld, place, sf_row_tiles, MASKED: gl.constexpr, GROUPED: gl.constexpr,
+    BLOCKED: gl.constexpr, R4: gl.constexpr, NKB: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile in blocks of 32 columns and store it row-major, and its scale bytes.
-
-    ``q_ptr``: byte of the tile's first value; ``ld8``: row stride in units of 8 bytes; ``down``, ``rows``: see
-    ``source_rows``; ``col``: first column; ``rows``, ``cols``: what to store. Plain scale: ``s_ptr`` at its first byte,
-    ``scale_ld`` bytes from row to row. Blocked: ``s_ptr`` at the tile of row tile and column 0 (of the matrix, in
-    groups), ``sf_row_tiles`` = ceil(K/128), ``place`` of a group's.
-    """
-    R4: gl.constexpr = TR * LR * WR
-    KW: gl.constexpr = TW * (32 // LR) * (W // WR)
-    NKB: gl.constexpr = KW // 16
-    L: gl.constexpr = words_layout(TR, TW, LR, WR, W)
-    byte01, low01, high01 = _row_scales(
-        _lane_amax(w0, TR, TW, LR, WR, W, FP16), _lane_amax(w1, TR, TW, LR, WR, W, FP16),
-        TR, TW, LR, WR, W, EMAX, THRESH, FP16,
-    )  # fmt: skip
-    byte23, low23, high23 = _row_scales(
-        _lane_amax(w2, TR, TW, LR, WR, W, FP16), _lane_amax(w3, TR, TW, LR, WR, W, FP16),
-        TR, TW, LR, WR, W, EMAX, THRESH, FP16,
-    )  # fmt: skip
-    inv0, inv1 = split_multiplier(low01, high01, FP16)
-    inv2, inv3 = split_multiplier(low23, high23, FP16)
-    r4 = gl.arange(0, R4, layout=gl.SliceLayout(1, L))[:, None]
-    c = gl.arange(0, KW, layout=gl.SliceLayout(0, L))[None, :]
-    row, left = source_rows(r4, down, rows, GROUPED)
-    at = q_ptr.to(gl.pointer_type(gl.int16), bitcast=True) + (row * (ld8 * 4) + c)
-    step = ld8 * 4
-    inside = c < cols // 8 * 4
-    _store_row(at, w0, inv0, (left > 0) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
-    _store_row(at + step, w1, inv1, (left > 1) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
-    _store_row(at + step * 2, w2, inv2, (left > 2) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
-    _store_row(at + step * 3, w3, inv3, (left > 3) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
-
     # The scale bytes of a row sit in different lanes: gathered in one thread they are one store of NKB bytes.
-    word = (byte01 & 0xFF) | ((byte01 >> 8) & 0xFF00) | ((byte23 & 0xFF) << 16) | ((byte23 & 0xFF0000) << 8)
     LB: gl.constexpr = gl.BlockedLayout([1, NKB], [32, 1], [W, 1], [1, 0])
     word = gl.convert_layout(word, LB)
     r4s = gl.arange(0, R4, layout=gl.SliceLayout(1, LB))[:, None]
@@ -689,6 +721,74 @@ def store_rows(
                 gl.store(at_s + scale_ld * i, part, mask=(left > i) & (kb < scale_ld - col // 32))
             else:
                 gl.store(at_s + scale_ld * i, part)
+
+
+@gluon.jit
+def store_rows(
+    q_ptr, s_ptr, stash, w0, w1, w2, w3, ld8, down, rows, col, cols, scale_ld, place, sf_row_tiles,
+    MASKED: gl.constexpr, STASH: gl.constexpr, GROUPED: gl.constexpr, BLOCKED: gl.constexpr, EMAX: gl.constexpr,
+    THRESH: gl.constexpr, E5M2: gl.constexpr, FP16: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr,
+    LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr, CACHE: gl.constexpr,
+):  # fmt: skip
+    """Quantize a tile in blocks of 32 columns and store it row-major, and its scale bytes.
+
+    ``q_ptr``: byte of the tile's first value; ``ld8``: row stride in units of 8 bytes; ``down``, ``rows``: see
+    ``source_rows``; ``col``: first column; ``rows``, ``cols``: what to store. Plain scale: ``s_ptr`` at its first byte,
+    ``scale_ld`` bytes from row to row. Blocked: ``s_ptr`` at the tile of row tile and column 0 (of the matrix, in
+    groups), ``sf_row_tiles`` = ceil(K/128), ``place`` of a group's. STASH: the scale bytes go to shared memory,
+    (rows/4, column blocks) words of four rows, for ``flush_rows``.
+    """
+    R4: gl.constexpr = TR * LR * WR
+    KW: gl.constexpr = TW * (32 // LR) * (W // WR)
+    NKB: gl.constexpr = KW // 16
+    L: gl.constexpr = words_layout(TR, TW, LR, WR, W)
+    byte01, low01, high01 = _row_scales(
+        _lane_amax(w0, TR, TW, LR, WR, W, FP16), _lane_amax(w1, TR, TW, LR, WR, W, FP16),
+        TR, TW, LR, WR, W, EMAX, THRESH, FP16,
+    )  # fmt: skip
+    byte23, low23, high23 = _row_scales(
+        _lane_amax(w2, TR, TW, LR, WR, W, FP16), _lane_amax(w3, TR, TW, LR, WR, W, FP16),
+        TR, TW, LR, WR, W, EMAX, THRESH, FP16,
+    )  # fmt: skip
+    inv0, inv1 = split_multiplier(low01, high01, FP16)
+    inv2, inv3 = split_multiplier(low23, high23, FP16)
+    r4 = gl.arange(0, R4, layout=gl.SliceLayout(1, L))[:, None]
+    c = gl.arange(0, KW, layout=gl.SliceLayout(0, L))[None, :]
+    row, left = source_rows(r4, down, rows, GROUPED)
+    at = q_ptr.to(gl.pointer_type(gl.int16), bitcast=True) + (row * (ld8 * 4) + c)
+    step = ld8 * 4
+    inside = c < cols // 8 * 4
+    _store_row(at, w0, inv0, (left > 0) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
+    _store_row(at + step, w1, inv1, (left > 1) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
+    _store_row(at + step * 2, w2, inv2, (left > 2) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
+    _store_row(at + step * 3, w3, inv3, (left > 3) & inside, MASKED, E5M2, FP16, TR, TW, LR, WR, W, CACHE)
+
+    word = (byte01 & 0xFF) | ((byte01 >> 8) & 0xFF00) | ((byte23 & 0xFF) << 16) | ((byte23 & 0xFF0000) << 8)
+    if STASH:
+        stash.store(word)
+    else:
+        _store_row_scales(
+            s_ptr, word, down, rows, col, scale_ld, place, sf_row_tiles, MASKED, GROUPED, BLOCKED, R4, NKB, W
+        )
+
+
+@gluon.jit
+def flush_rows(
+    s_ptr, stash, down, rows, scale_cols, scale_ld, GROUPED: gl.constexpr, SC: gl.constexpr, R4: gl.constexpr,
+    NKB: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """Store the stashed scale bytes of SC column tiles: SC*NKB neighbouring bytes of a row at once."""
+    LF: gl.constexpr = gl.BlockedLayout([1, 1, NKB], [SC, 32 // SC, 1], [1, W, 1], [2, 0, 1])
+    tile = gl.expand_dims(gl.arange(0, SC, layout=gl.SliceLayout(1, gl.SliceLayout(2, LF)))[:, None], 2)
+    r4 = gl.expand_dims(gl.arange(0, R4, layout=gl.SliceLayout(0, gl.SliceLayout(2, LF)))[None, :], 2)
+    kb = gl.expand_dims(gl.arange(0, NKB, layout=gl.SliceLayout(0, gl.SliceLayout(1, LF)))[None, :], 1)
+    word = _whole(stash, [SC, R4, NKB]).load(LF)
+    row, left = source_rows(r4, down, rows, GROUPED)
+    at = s_ptr + (row * scale_ld + (tile * NKB + kb))
+    inside = tile * NKB + kb < scale_cols
+    for i in gl.static_range(4):
+        part = ((word >> (8 * i)) & 0xFF).to(gl.uint8)
+        gl.store(at + scale_ld * i, part, mask=(left > i) & inside)
 
 
 # --- what the launchers share ----------------------------------------------------------------------------------------

@@ -30,9 +30,76 @@ from mxmoe.formats import BLOCK
 from mxmoe.kernels import _gluon
 from mxmoe.kernels._gluon import Config
 
-# 128 registers: four programs on an SM at once, nothing spilled. Bands over all columns keep the rowwise scale bytes of a
-# row together: 3 % faster than bands of 8 tiles, 15 % than bands of 4, where sectors of 32 bytes go to memory in parts.
+# 128 registers: four programs on an SM at once, nothing spilled. Bands over all columns keep the rowwise scale bytes
+# of a row together: 3 % faster than bands of 8 tiles, 15 % than bands of 4 (sectors of 32 bytes go to memory in parts).
 CONFIG = Config(LR=4, WR=2, CBAND=65536, maxnreg=128)
+
+
+@gluon.jit
+def _tile(
+    qr_ptr, sr_ptr, q_ptr, s_ptr, x_ptr, stash_c, stash_r, blocks, t, ct, expert, M, K8, MO, ld8, batch8, scale_ld,
+    scale_k, sf_row_tiles, sf_slots, STASH_C: gl.constexpr, STASH_R: gl.constexpr, GROUPED: gl.constexpr,
+    BLOCKED: gl.constexpr, EMAX: gl.constexpr, THRESH: gl.constexpr, E5M2: gl.constexpr, FP16: gl.constexpr,
+    TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr, LOAD: gl.constexpr,
+    EVICT: gl.constexpr, STORE: gl.constexpr,
+):  # fmt: skip
+    """One tile of 128 rows. ``blocks``: what ``group_blocks`` says about it, in groups."""
+    # 2. Coordinates: source rows, rows of the result, columns.
+    BK: gl.constexpr = 2 * TW * (32 // LR) * (W // WR)
+    out_row = t * 128
+    out_rows = gl.minimum(gl.maximum(MO - out_row, 0), 128)
+    if GROUPED:
+        row, down, live, owed, place, _ = blocks
+        full = _gluon.all_equal(live, 32)
+        if BLOCKED:
+            full = full & _gluon.all_equal(place[3], 0)
+    else:
+        row = out_row
+        down = 0
+        live = out_rows
+        owed = out_rows
+        place = 0
+        full = True
+    col = ct * BK
+    cols = K8 * 8 - col
+    x_tile = x_ptr + ((expert * batch8 + row.to(gl.int64) * ld8) * 8 + col)
+    q_tile = q_ptr + ((expert * (K8 * 8) + col) * MO.to(gl.int64) // 16 * 16 + out_row)
+    qr_tile = qr_ptr + ((expert * M + row) * (K8 * 8).to(gl.int64) + col)
+    if BLOCKED:
+        s_tile = s_ptr
+        sr_tile = sr_ptr
+        if not GROUPED:
+            s_tile += (expert * (sf_row_tiles * sf_slots) + t) * 512
+            sr_tile += (expert * sf_slots + t) * sf_row_tiles * 512
+    else:
+        s_tile = s_ptr + ((expert * (K8 * 8) + col) * scale_ld + out_row // 32)
+        sr_tile = sr_ptr + ((expert * M + row) * scale_k + ct * (BK // 32))
+
+    # 3. and 4. Load (rows and columns outside are 0), quantize, store. Rows first: 122 registers, columns first 174.
+    if full & (out_rows == 128) & (cols >= BK):
+        w0, w1, w2, w3 = _gluon.load_words(
+            x_tile, down, live, BK // 2, ld8, False, GROUPED, TR, TW, LR, WR, W, LOAD, EVICT
+        )
+        _gluon.store_rows(
+            qr_tile, sr_tile, stash_r, w0, w1, w2, w3, K8, down, owed, col, BK, scale_k, place, sf_row_tiles,
+            False, STASH_R, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
+        )  # fmt: skip
+        _gluon.store_cols(
+            q_tile, s_tile, stash_c, w0, w1, w2, w3, MO // 16, 8, col, BK, scale_ld, place, sf_row_tiles,
+            sf_slots, False, STASH_C, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
+        )  # fmt: skip
+    else:
+        w0, w1, w2, w3 = _gluon.load_words(
+            x_tile, down, live, K8 * 4 - col // 2, ld8, True, GROUPED, TR, TW, LR, WR, W, LOAD, EVICT
+        )
+        _gluon.store_rows(
+            qr_tile, sr_tile, stash_r, w0, w1, w2, w3, K8, down, owed, col, cols, scale_k, place, sf_row_tiles,
+            True, STASH_R, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
+        )  # fmt: skip
+        _gluon.store_cols(
+            q_tile, s_tile, stash_c, w0, w1, w2, w3, MO // 16, out_rows // 16, col, cols, scale_ld, place, sf_row_tiles,
+            sf_slots, True, STASH_C, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
+        )  # fmt: skip
 
 
 @gluon.jit(
@@ -59,6 +126,7 @@ def _quantize_both_kernel(
     col_tiles,  # tiles of the configuration's columns
     sf_row_tiles,  # ceil(K / 128): row tiles of the blocked scale
     sf_slots,  # 128-row tiles that the blocked buffer has
+    ALIGNED: gl.constexpr,  # scale_ld is a multiple of 4
     GROUPED: gl.constexpr,
     G_POW2: gl.constexpr,
     BLOCKED: gl.constexpr,
@@ -72,6 +140,8 @@ def _quantize_both_kernel(
     LR: gl.constexpr,
     WR: gl.constexpr,
     W: gl.constexpr,
+    SR: gl.constexpr,
+    SC: gl.constexpr,
     BAND: gl.constexpr,
     CBAND: gl.constexpr,
     LOAD: gl.constexpr,
@@ -79,77 +149,72 @@ def _quantize_both_kernel(
     STORE: gl.constexpr,
 ):
     BK: gl.constexpr = 2 * TW * (32 // LR) * (W // WR)
+    STASH_C: gl.constexpr = SR > 1 and not BLOCKED
+    STASH_R: gl.constexpr = SC > 1 and not BLOCKED
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
-    # 1. Which tile is mine?
+    # 1. Which tiles are mine? SR below each other or SC side by side.
     pid = gl.program_id(0)
-    per_expert = row_tiles * col_tiles
-    expert = (pid // per_expert).to(gl.int64)
-    t, ct = _gluon.tile_order(pid % per_expert, row_tiles, col_tiles, BAND, CBAND)
-
-    # 2. Coordinates: source rows, rows of the result, columns.
-    out_row = t * 128
-    out_rows = gl.minimum(gl.maximum(MO - out_row, 0), 128)
-    if GROUPED:
-        row, down, live, owed, place, used_tiles = _gluon.group_blocks(
-            offs_ptr, padded_ptr, t, G, M, pid == 0, BLOCKED, G_POW2, W
-        )
-        full = _gluon.all_equal(live, 32)
-        if BLOCKED:
-            full = full & _gluon.all_equal(place[3], 0)
-    else:
-        row = out_row
-        down = 0
-        live = out_rows
-        owed = out_rows
-        place = 0
-        full = True
-    col = ct * BK
-    cols = K8 * 8 - col
-    x_tile = x_ptr + ((expert * batch8 + row.to(gl.int64) * ld8) * 8 + col)
-    q_tile = q_ptr + ((expert * (K8 * 8) + col) * MO.to(gl.int64) // 16 * 16 + out_row)
-    qr_tile = qr_ptr + ((expert * M + row) * (K8 * 8).to(gl.int64) + col)
+    high = (row_tiles + SR - 1) // SR
+    wide = (col_tiles + SC - 1) // SC
+    expert = (pid // (high * wide)).to(gl.int64)
+    t, ct = _gluon.tile_order(pid % (high * wide), high, wide, BAND, CBAND)
+    t = t * SR
+    ct = ct * SC
+    if ALIGNED:
+        scale_ld = scale_ld // 4 * 4
     if K128:  # the compiler then sees that four scale bytes of a row are one aligned word
         scale_k = K8 // 16 * 4
     else:
         scale_k = (K8 + 3) // 4
-    if BLOCKED:
-        s_tile = s_ptr
-        sr_tile = sr_ptr
+    blocks = 0
+    if SR > 1:
+        stash = gl.allocate_shared_memory(gl.int32, [SR, 4, BK // 2], shared)
+        for i in range(gl.minimum(row_tiles - t, SR)):
+            zero = _gluon.hidden_zero(i)
+            if GROUPED:
+                mine = _gluon.group_blocks(offs_ptr, padded_ptr, t + i, G, M, (pid == 0) & (i == 0), BLOCKED, G_POW2, W)
+            else:
+                mine = 0
+            _tile(
+                qr_ptr, sr_ptr, q_ptr, s_ptr, x_ptr, stash.index(i), 0, mine, t + i, ct, expert, M, K8 + zero,
+                MO + zero, ld8 + zero, batch8, scale_ld, scale_k, sf_row_tiles, sf_slots, STASH_C, STASH_R, GROUPED,
+                BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, LOAD, EVICT, STORE,
+            )  # fmt: skip
+        col = ct * BK
+        s_tile = s_ptr + ((expert * (K8 * 8) + col) * scale_ld + t * 4)
+        _gluon.flush_cols(s_tile, stash, scale_ld - t * 4, K8 * 8 - col, scale_ld, ALIGNED, SR, BK // 2, W)
+    else:
         if GROUPED:
-            _gluon.zero_tiles(s_ptr, used_tiles * sf_row_tiles, sf_slots * sf_row_tiles, W)
-            _gluon.zero_tiles(sr_ptr, used_tiles * sf_row_tiles, sf_slots * sf_row_tiles, W)
+            blocks = _gluon.group_blocks(offs_ptr, padded_ptr, t, G, M, pid == 0, BLOCKED, G_POW2, W)
+            if BLOCKED:
+                _gluon.zero_tiles(s_ptr, blocks[5] * sf_row_tiles, sf_slots * sf_row_tiles, W)
+                _gluon.zero_tiles(sr_ptr, blocks[5] * sf_row_tiles, sf_slots * sf_row_tiles, W)
+        if SC > 1:
+            stash = gl.allocate_shared_memory(gl.int32, [SC, 32, BK // 32], shared)
+            for j in range(gl.minimum(col_tiles - ct, SC)):
+                zero = _gluon.hidden_zero(j)
+                _tile(
+                    qr_ptr, sr_ptr, q_ptr, s_ptr, x_ptr, 0, stash.index(j), blocks, t, ct + j, expert, M, K8 + zero,
+                    MO + zero, ld8 + zero, batch8, scale_ld, scale_k, sf_row_tiles, sf_slots, STASH_C, STASH_R,
+                    GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, LOAD, EVICT, STORE,
+                )  # fmt: skip
+            if STASH_R:
+                if GROUPED:
+                    row, down, _, owed, _, _ = blocks
+                else:
+                    row = t * 128
+                    down = 0
+                    owed = gl.minimum(M - row, 128)
+                first = ct * (BK // 32)
+                sr_tile = sr_ptr + ((expert * M + row) * scale_k + first)
+                _gluon.flush_rows(sr_tile, stash, down, owed, scale_k - first, scale_k, GROUPED, SC, 32, BK // 32, W)
         else:
-            s_tile += (expert * (sf_row_tiles * sf_slots) + t) * 512
-            sr_tile += (expert * sf_slots + t) * sf_row_tiles * 512
-    else:
-        s_tile = s_ptr + ((expert * (K8 * 8) + col) * scale_ld + out_row // 32)
-        sr_tile = sr_ptr + ((expert * M + row) * scale_k + col // 32)
-
-    # 3. and 4. Load (rows and columns outside are 0), quantize, store. Rows first: 122 registers, columns first 174.
-    if full & (out_rows == 128) & (cols >= BK):
-        w0, w1, w2, w3 = _gluon.load_words(
-            x_tile, down, live, BK // 2, ld8, False, GROUPED, TR, TW, LR, WR, W, LOAD, EVICT
-        )
-        _gluon.store_rows(
-            qr_tile, sr_tile, w0, w1, w2, w3, K8, down, owed, col, BK, scale_k, place, sf_row_tiles,
-            False, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
-        )  # fmt: skip
-        _gluon.store_cols(
-            q_tile, s_tile, w0, w1, w2, w3, MO // 16, 8, col, BK, scale_ld, place, sf_row_tiles, sf_slots,
-            False, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
-        )  # fmt: skip
-    else:
-        w0, w1, w2, w3 = _gluon.load_words(
-            x_tile, down, live, K8 * 4 - col // 2, ld8, True, GROUPED, TR, TW, LR, WR, W, LOAD, EVICT
-        )
-        _gluon.store_rows(
-            qr_tile, sr_tile, w0, w1, w2, w3, K8, down, owed, col, cols, scale_k, place, sf_row_tiles,
-            True, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
-        )  # fmt: skip
-        _gluon.store_cols(
-            q_tile, s_tile, w0, w1, w2, w3, MO // 16, out_rows // 16, col, cols, scale_ld, place, sf_row_tiles,
-            sf_slots, True, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
-        )  # fmt: skip
+            _tile(
+                qr_ptr, sr_ptr, q_ptr, s_ptr, x_ptr, 0, 0, blocks, t, ct, expert, M, K8, MO, ld8, batch8, scale_ld,
+                scale_k, sf_row_tiles, sf_slots, STASH_C, STASH_R, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW,
+                LR, WR, W, LOAD, EVICT, STORE,
+            )  # fmt: skip
 
 
 def supported(
@@ -168,6 +233,8 @@ def quantize_both(
     x: Tensor, offs: Tensor | None, blocked: bool, elem_dtype: torch.dtype, scale_mode: str, config: Config = CONFIG
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch. ``supported`` must hold; for the contract see ``mxmoe.kernels.quantize_both``."""
+    if blocked:
+        config = config._replace(SR=1)  # blocked scale bytes lie together anyway
     *experts, m, k = x.shape
     g = 0 if offs is None else offs.numel()
     groups = None if offs is None else g
@@ -188,7 +255,8 @@ def quantize_both(
     sf_row_tiles = shapes.cdiv(k, _gluon.TILE_ROWS)
     grouped_blocked = blocked and offs is not None
     sf_slots = s_col.shape[-1] // 4 if grouped_blocked else shapes.cdiv(mo, _gluon.TILE_ROWS)
-    programs = (experts[0] if experts else 1) * row_tiles * col_tiles
+    programs = (experts[0] if experts else 1) * shapes.cdiv(row_tiles, config.SR)
+    programs *= shapes.cdiv(col_tiles, config.SC)
     _quantize_both_kernel[(programs,)](
         q_row,
         s_row,
@@ -208,6 +276,7 @@ def quantize_both(
         col_tiles,
         sf_row_tiles,
         sf_slots,
+        ALIGNED=shapes.cdiv(mo, BLOCK) % 4 == 0,
         GROUPED=offs is not None,
         G_POW2=_gluon.group_slots(offs),
         BLOCKED=blocked,

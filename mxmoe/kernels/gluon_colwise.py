@@ -34,6 +34,59 @@ CONFIG = Config(CBAND=1)
 CONFIG_BLOCKED = Config(LR=4, WR=2, CBAND=1, maxnreg=96)
 
 
+@gluon.jit
+def _tile(
+    q_ptr, s_ptr, x_ptr, stash_c, blocks, t, ct, expert, M, K8, MO, ld8, batch8, scale_ld, sf_row_tiles, sf_slots,
+    STASH_C: gl.constexpr, GROUPED: gl.constexpr, BLOCKED: gl.constexpr, EMAX: gl.constexpr, THRESH: gl.constexpr,
+    E5M2: gl.constexpr, FP16: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr,
+    W: gl.constexpr, LOAD: gl.constexpr, EVICT: gl.constexpr, STORE: gl.constexpr,
+):  # fmt: skip
+    """One tile of 128 rows. ``blocks``: what ``group_blocks`` says about it, in groups."""
+    # 2. Coordinates: source rows, rows of the result, columns.
+    BK: gl.constexpr = 2 * TW * (32 // LR) * (W // WR)
+    out_row = t * 128
+    out_rows = gl.minimum(gl.maximum(MO - out_row, 0), 128)
+    if GROUPED:
+        row, down, live, _, place, _ = blocks
+        full = _gluon.all_equal(live, 32)
+        if BLOCKED:
+            full = full & _gluon.all_equal(place[3], 0)
+    else:
+        row = out_row
+        down = 0
+        live = out_rows
+        place = 0
+        full = True
+    col = ct * BK
+    cols = K8 * 8 - col
+    x_tile = x_ptr + ((expert * batch8 + row.to(gl.int64) * ld8) * 8 + col)
+    q_tile = q_ptr + ((expert * (K8 * 8) + col) * MO.to(gl.int64) // 16 * 16 + out_row)
+    if BLOCKED:
+        s_tile = s_ptr
+        if not GROUPED:
+            s_tile += (expert * (sf_row_tiles * sf_slots) + t) * 512
+    else:
+        s_tile = s_ptr + ((expert * (K8 * 8) + col) * scale_ld + out_row // 32)
+
+    # 3. and 4. Load (rows and columns outside are 0), quantize, store.
+    if full & (out_rows == 128) & (cols >= BK):
+        w0, w1, w2, w3 = _gluon.load_words(
+            x_tile, down, live, BK // 2, ld8, False, GROUPED, TR, TW, LR, WR, W, LOAD, EVICT
+        )
+        _gluon.store_cols(
+            q_tile, s_tile, stash_c, w0, w1, w2, w3, MO // 16, 8, col, BK, scale_ld, place, sf_row_tiles,
+            sf_slots, False, STASH_C, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
+        )  # fmt: skip
+    else:
+        w0, w1, w2, w3 = _gluon.load_words(
+            x_tile, down, live, K8 * 4 - col // 2, ld8, True, GROUPED, TR, TW, LR, WR, W, LOAD, EVICT
+        )
+        _gluon.store_cols(
+            q_tile, s_tile, stash_c, w0, w1, w2, w3, MO // 16, out_rows // 16, col, cols, scale_ld, place, sf_row_tiles,
+            sf_slots, True, STASH_C, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
+        )  # fmt: skip
+
+
 @gluon.jit(
     do_not_specialize=[
         "M", "K8", "MO", "G", "ld8", "batch8", "scale_ld", "row_tiles", "col_tiles", "sf_row_tiles", "sf_slots",
@@ -56,6 +109,7 @@ def _quantize_colwise_kernel(
     col_tiles,  # tiles of the configuration's columns
     sf_row_tiles,  # ceil(K / 128): row tiles of the blocked scale
     sf_slots,  # 128-row tiles that the blocked buffer has
+    ALIGNED: gl.constexpr,  # scale_ld is a multiple of 4
     GROUPED: gl.constexpr,
     G_POW2: gl.constexpr,
     BLOCKED: gl.constexpr,
@@ -68,6 +122,8 @@ def _quantize_colwise_kernel(
     LR: gl.constexpr,
     WR: gl.constexpr,
     W: gl.constexpr,
+    SR: gl.constexpr,
+    SC: gl.constexpr,  # of no use here
     BAND: gl.constexpr,
     CBAND: gl.constexpr,
     LOAD: gl.constexpr,
@@ -75,58 +131,42 @@ def _quantize_colwise_kernel(
     STORE: gl.constexpr,
 ):
     BK: gl.constexpr = 2 * TW * (32 // LR) * (W // WR)
+    STASH_C: gl.constexpr = SR > 1 and not BLOCKED
+    shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
-    # 1. Which tile is mine?
+    # 1. Which tiles are mine? SR below each other.
     pid = gl.program_id(0)
-    per_expert = row_tiles * col_tiles
-    expert = (pid // per_expert).to(gl.int64)
-    t, ct = _gluon.tile_order(pid % per_expert, row_tiles, col_tiles, BAND, CBAND)
-
-    # 2. Coordinates: source rows, rows of the result, columns.
-    out_row = t * 128
-    out_rows = gl.minimum(gl.maximum(MO - out_row, 0), 128)
-    if GROUPED:
-        row, down, live, _, place, used_tiles = _gluon.group_blocks(
-            offs_ptr, padded_ptr, t, G, M, pid == 0, BLOCKED, G_POW2, W
-        )
-        full = _gluon.all_equal(live, 32)
-        if BLOCKED:
-            full = full & _gluon.all_equal(place[3], 0)
+    high = (row_tiles + SR - 1) // SR
+    expert = (pid // (high * col_tiles)).to(gl.int64)
+    t, ct = _gluon.tile_order(pid % (high * col_tiles), high, col_tiles, BAND, CBAND)
+    t = t * SR
+    if ALIGNED:
+        scale_ld = scale_ld // 4 * 4
+    blocks = 0
+    if SR > 1:
+        stash = gl.allocate_shared_memory(gl.int32, [SR, 4, BK // 2], shared)
+        for i in range(gl.minimum(row_tiles - t, SR)):
+            zero = _gluon.hidden_zero(i)
+            if GROUPED:
+                mine = _gluon.group_blocks(offs_ptr, padded_ptr, t + i, G, M, (pid == 0) & (i == 0), BLOCKED, G_POW2, W)
+            else:
+                mine = 0
+            _tile(
+                q_ptr, s_ptr, x_ptr, stash.index(i), mine, t + i, ct, expert, M, K8 + zero, MO + zero, ld8 + zero,
+                batch8, scale_ld, sf_row_tiles, sf_slots, STASH_C, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW,
+                LR, WR, W, LOAD, EVICT, STORE,
+            )  # fmt: skip
+        col = ct * BK
+        s_tile = s_ptr + ((expert * (K8 * 8) + col) * scale_ld + t * 4)
+        _gluon.flush_cols(s_tile, stash, scale_ld - t * 4, K8 * 8 - col, scale_ld, ALIGNED, SR, BK // 2, W)
     else:
-        row = out_row
-        down = 0
-        live = out_rows
-        place = 0
-        full = True
-    col = ct * BK
-    cols = K8 * 8 - col
-    x_tile = x_ptr + ((expert * batch8 + row.to(gl.int64) * ld8) * 8 + col)
-    q_tile = q_ptr + ((expert * (K8 * 8) + col) * MO.to(gl.int64) // 16 * 16 + out_row)
-    if BLOCKED:
-        s_tile = s_ptr
         if GROUPED:
-            _gluon.zero_tiles(s_ptr, used_tiles * sf_row_tiles, sf_slots * sf_row_tiles, W)
-        else:
-            s_tile += (expert * (sf_row_tiles * sf_slots) + t) * 512
-    else:
-        s_tile = s_ptr + ((expert * (K8 * 8) + col) * scale_ld + out_row // 32)
-
-    # 3. and 4. Load (rows and columns outside are 0), quantize, store.
-    if full & (out_rows == 128) & (cols >= BK):
-        w0, w1, w2, w3 = _gluon.load_words(
-            x_tile, down, live, BK // 2, ld8, False, GROUPED, TR, TW, LR, WR, W, LOAD, EVICT
-        )
-        _gluon.store_cols(
-            q_tile, s_tile, w0, w1, w2, w3, MO // 16, 8, col, BK, scale_ld, place, sf_row_tiles, sf_slots,
-            False, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
-        )  # fmt: skip
-    else:
-        w0, w1, w2, w3 = _gluon.load_words(
-            x_tile, down, live, K8 * 4 - col // 2, ld8, True, GROUPED, TR, TW, LR, WR, W, LOAD, EVICT
-        )
-        _gluon.store_cols(
-            q_tile, s_tile, w0, w1, w2, w3, MO // 16, out_rows // 16, col, cols, scale_ld, place, sf_row_tiles,
-            sf_slots, True, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
+            blocks = _gluon.group_blocks(offs_ptr, padded_ptr, t, G, M, pid == 0, BLOCKED, G_POW2, W)
+            if BLOCKED:
+                _gluon.zero_tiles(s_ptr, blocks[5] * sf_row_tiles, sf_slots * sf_row_tiles, W)
+        _tile(
+            q_ptr, s_ptr, x_ptr, 0, blocks, t, ct, expert, M, K8, MO, ld8, batch8, scale_ld, sf_row_tiles, sf_slots,
+            STASH_C, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, LOAD, EVICT, STORE,
         )  # fmt: skip
 
 
@@ -143,10 +183,17 @@ def supported(
 
 
 def quantize_colwise(
-    x: Tensor, offs: Tensor | None, blocked: bool, elem_dtype: torch.dtype, scale_mode: str, config: Config | None = None
+    x: Tensor,
+    offs: Tensor | None,
+    blocked: bool,
+    elem_dtype: torch.dtype,
+    scale_mode: str,
+    config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch. ``supported`` must hold; for the contract see ``mxmoe.kernels.quantize_colwise``."""
     config = config or (CONFIG_BLOCKED if blocked else CONFIG)
+    if blocked:
+        config = config._replace(SR=1)  # blocked scale bytes lie together anyway
     *experts, m, k = x.shape
     g = 0 if offs is None else offs.numel()
     qshape, sshape = shapes.colwise(x.shape) if offs is None else shapes.colwise_groups(m, k, g)
@@ -161,7 +208,8 @@ def quantize_colwise(
     col_tiles = shapes.cdiv(shapes.round_up(k, _gluon.TILE_ROWS) if blocked else k, config.cols)
     sf_row_tiles = shapes.cdiv(k, _gluon.TILE_ROWS)
     sf_slots = scale.shape[-1] // 4 if blocked and offs is not None else shapes.cdiv(mo, _gluon.TILE_ROWS)
-    programs = (experts[0] if experts else 1) * row_tiles * col_tiles
+    programs = (experts[0] if experts else 1) * shapes.cdiv(row_tiles, config.SR)
+    programs *= col_tiles
     _quantize_colwise_kernel[(programs,)](
         q,
         scale,
@@ -179,6 +227,7 @@ def quantize_colwise(
         col_tiles,
         sf_row_tiles,
         sf_slots,
+        ALIGNED=shapes.cdiv(mo, BLOCK) % 4 == 0,
         GROUPED=offs is not None,
         G_POW2=_gluon.group_slots(offs),
         BLOCKED=blocked,
