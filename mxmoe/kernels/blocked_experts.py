@@ -26,7 +26,7 @@ from ._tile_words import load_matrix, load_tiles, skip_words, store_matrix, stor
 
 # (CB, num_warps, maxnreg); num_warps <= CB/4 keeps the transpose in registers, see _tile_words.
 # H200, 2026-11-30, warm / cold L2, us at (32, 2048, 224) (128, 1536, 64); a clone takes 6.3 / 8.8, 5.0 / 7.8.
-# (16, 2): 6.7 / 10.1, 4.9 / 8.1; (16, 4): 7.2 / 10.4, 5.0 / 8.2; (64, 8): 7.2 / 10.1 and worse; (8, 2): 5.0 / 8.1.
+# (16, 2): 6.7 / 10.1, 4.9 / 8.1; (16, 4): 7.2 / 10.4, 5.0 / 8.2; (64, 8): 7.2 / 10.1 at the first.
 CONFIG = (16, 2, None)
 
 

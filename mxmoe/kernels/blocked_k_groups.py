@@ -39,10 +39,11 @@ from ._tiles import exclusive_sum
 
 # (CB, num_warps, maxnreg); num_warps <= CB/4 keeps the transpose in registers, see _tile_words.
 # H200, 2026-11-30, 8 groups at multiples of 4, warm L2, us at (8192, 4096) (2048, 4096) (8192, 512); a clone takes
-# 17.2, 3.35, 2.27. (16, 4): 19.4, 4.1, 3.0. The small shape would like 48 registers, which make offs that are not
-# multiples of 4 slower (3 % at 8 groups); (32, 8, 56): 19.3, 4.5 and not among the best six at 512 columns.
-# What it is made of: a chunk that spans groups is still one load. Sending it through the general path cost 6.5 us at
-# (8192, 512), where most chunks span groups, and 20.3 at (8192, 4096).
+# 17.2, 3.35, 2.27. (16, 4): 19.4, 4.1, 3.0. With 48 registers (2048, 4096) takes
+# 3.8, but offs that are not multiples of 4 take 52.4 instead of 50.5 at 128 groups. (32, 8) with 56: 19.3, 4.5, and not
+# among the best six at 512 columns.
+# A chunk that spans groups stays one load. Sent through the general path, as most chunks were at (8192, 512), it cost
+# 7.2 there and 20.3 at (8192, 4096).
 PARALLEL = (16, 4, None)
 # 39.8 us at (8192, 4096), 4.1 at (2048, 512); (32, 8): 43.5, 4.0; (16, 4): 45.3, 4.3.
 NAIVE = (64, 8, None)
