@@ -32,10 +32,12 @@ from .fake_quantize import row_major_output
 from .quantize_colwise import row_units
 
 # (BLOCK_M, BLOCK_K, STEPS, num_warps); _GROUPS: with groups, column-major.
-TILE_ROWWISE = (8, 512, 1, 4)
+# Measured on an H200, 2026-11-30, share of a copy at (131072, 7168): rowwise 0.97 (4 warps: 0.96); column-major 0.89
+# (64 x 64: 0.80); with 128 groups 0.82 (64 x 64: 0.75).
+TILE_ROWWISE = (8, 512, 1, 8)
 TILE_ROW_MAJOR = (32, 128, 1, 4)
-TILE_COLUMN_MAJOR = (64, 64, 1, 4)
-TILE_GROUPS = (64, 64, 4, 4)
+TILE_COLUMN_MAJOR = (128, 64, 1, 8)
+TILE_GROUPS = (128, 64, 2, 4)
 
 
 @triton.jit(do_not_specialize=["B", "M"])

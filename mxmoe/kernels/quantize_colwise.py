@@ -72,8 +72,9 @@ def store_colwise(
         inside = (c < (K + 127) // 128 * 128) & (tile < all_units)
         tl.store(scale_ptr + at, byte.to(tl.uint8), mask=inside)
     else:
-        b = dst[:, None] // 32
-        tl.store(scale_ptr + c.to(tl.int64) * blocks + b, byte.to(tl.uint8), mask=(b < blocks) & (c < K))
+        # A block without rows of its own must not write: its place is the next group's first block.
+        own = (dst < dst_end)[:, None] & (c < K)
+        tl.store(scale_ptr + c.to(tl.int64) * blocks + dst[:, None] // 32, byte.to(tl.uint8), mask=own)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from ._tiles import SF_TILE, tile_byte
 
 # (BLOCK_M, BLOCK_K, STEPS, num_warps); BLOCK_K a multiple of 128: a tile holds whole columns of blocked tiles.
 TILE = (8, 512, 1, 4)
-TILE_GROUPS = (8, 512, 4, 4)  # blocked scales of M groups
+TILE_GROUPS = (32, 256, 1, 4)  # blocked scales of M groups: 0.98 of a copy with 128 groups (8 x 512: 0.89)
 
 
 @triton.jit(do_not_specialize=["B", "M", "G", "units"])
