@@ -11,6 +11,7 @@ from mxmoe.kernels import (
     fake_quantize,
     group_sum,
     mx_decode,
+    mx_decode_swiglu,
     quantize_both,
     quantize_colwise,
     quantize_rowwise,
@@ -21,6 +22,7 @@ from mxmoe.kernels._offline import Case
 BF16, E4M3, U8 = torch.bfloat16, torch.float8_e4m3fn, torch.uint8
 OFFS = torch.tensor([32, 96, 160], dtype=torch.int32)
 MODE = "rceil"
+MMA = {"cuda:90": r"mma\.sync|wgmma", "cuda:100": r"mma\.sync|tcgen05", "cuda:120": r"mma\.sync"}
 
 
 def _x(*shape: int) -> Tensor:
@@ -46,11 +48,18 @@ CASES = {
         Case("plain", lambda: quantize_colwise.quantize_colwise(_x(192, 1024), None, False, E4M3, MODE)),
         Case("groups", lambda: quantize_colwise.quantize_colwise(_x(192, 1024), OFFS, False, E4M3, MODE)),
         Case("blocked groups", lambda: quantize_colwise.quantize_colwise(_x(192, 1024), OFFS, True, E4M3, MODE)),
-        Case("blocked experts", lambda: quantize_colwise.quantize_colwise(_x(3, 128, 1024), None, True, E4M3, MODE)),
+        Case(
+            "blocked experts",
+            lambda: quantize_colwise.quantize_colwise(_x(3, 128, 1024), None, True, E4M3, MODE),
+            spills=24,  # on sm_120 only, at 96 registers
+        ),
+        Case("triton", lambda: quantize_colwise.quantize_colwise_triton(_x(192, 1024), None, False, E4M3, MODE)),
+        Case("triton groups", lambda: quantize_colwise.quantize_colwise_triton(_x(192, 1024), OFFS, False, E4M3, MODE)),
     ],
     "quantize_both": [
         Case("groups", lambda: quantize_both.quantize_both(_x(192, 1024), OFFS, False, E4M3, MODE)),
         Case("blocked groups", lambda: quantize_both.quantize_both(_x(192, 1024), OFFS, True, E4M3, MODE)),
+        Case("triton", lambda: quantize_both.quantize_both_triton(_x(192, 1024), OFFS, False, E4M3, MODE)),
     ],
     "quantize_square": [
         Case("row-major", lambda: quantize_square.quantize_square(_x(3, 128, 1024), False, E4M3, MODE)),
@@ -85,9 +94,28 @@ CASES = {
         Case(
             "bf16 tokens",
             lambda: mx_decode.mx_decode_m_groups(
-                _x(192, 1024), None, _q(3, 256, 1024), _u8(3, 256, 32), None, OFFS, None, BF16
+                _x(192, 1024), None, None, 1, _q(3, 256, 1024), _u8(3, 256, 32), None, OFFS, None, BF16
             ),
-            expect={"cuda:90": r"mma\.sync|wgmma", "cuda:100": r"mma\.sync|tcgen05", "cuda:120": r"mma\.sync"},
+            expect=MMA,
+            spills=96,  # on sm_120; 64 tokens per expert, the largest tile of tokens
+        ),
+        Case(
+            "tokens rounded on the way, split K",
+            lambda: mx_decode.mx_decode_m_groups(
+                *(_x(8, 1024), None, None, 1, _q(3, 256, 1024), _u8(3, 256, 32), None, OFFS, None, BF16, (E4M3, MODE)),
+                splits=2,
+            ),
+            expect=MMA,
+        ),
+    ],
+    "mx_decode_swiglu": [
+        Case(
+            "bf16 tokens",
+            lambda: mx_decode_swiglu.mx_decode_swiglu(
+                _x(192, 1024), None, None, 1, _q(3, 256, 1024), _u8(3, 256, 32), None, OFFS, None, None, BF16
+            ),
+            expect=MMA,
+            spills=184,  # on sm_90 (96 and 80 on sm_100 and sm_120): two products of the largest tile of tokens
         ),
     ],
 }
