@@ -380,7 +380,7 @@ def plot(env: dict[str, Any], rows: list[dict[str, Any]], path: str) -> None:
         [min(ceiling, copy * i) for i in grid],
         color="#444444",
         lw=1,
-        label="fastest pass over memory / dense bf16, this run",
+        label="fastest pass over memory, dense bf16",
     )
     marks = {"torch bf16": ("o", "#ff7f0e"), "mxmoe bf16": ("D", "#1f77b4"), "torch fp8 rowwise": ("s", "#d62728")}
     for version, (marker, color) in marks.items():

@@ -266,8 +266,9 @@ def _bf16_mm_k_groups_kernel(
 #                               dgrad      1.093        1.116 | 1.124 | 1.115          1.114        1.167
 #                               wgrad      1.074        1.151 | 1.144 | 1.153          1.082        1.298
 #
-# Lost (cold chip): wide 256 x 128 (-13 to -22 %); nested loops instead of one flat loop (-2 to -11 %); three stages and
-# a whole output tile (0 to -2 %).
+# Lost against wide on a cool chip, 12 GEMMs: 256 x 128 (-7 to -26 %, median -15 %); nested loops instead of one flat
+# loop (-10 to +1 %, median -2 %), with pointer stores as well (-14 to -2 %); bands of 32 (-6 to +2 %, median -3 %).
+# Three stages and a whole output tile: no difference.
 WIDE = Config(128, 256, 64, band=8, tma_out=True, halves=True, flatten=True, warps=8, stages=4)
 SQUARE = Config(128, 128, 64, band=8, tma_out=True, halves=True, flatten=True, warps=4, stages=3, per_sm=2)
 LARGE_GROUP = 2048
