@@ -1,4 +1,4 @@
-"""Checkpoints of models with MXFP8 experts, in two formats that other engines read, and their conversion shard by shard.
+"""Checkpoints of models with MXFP8 experts in two formats that other engines read; conversion shard by shard.
 
     format                 weight (N, K)      scale (N, ceil(K/32))          read by
     "hf"                   F8_E4M3            .weight_scale_inv  F8_E8M0      transformers (fine-grained fp8)
@@ -51,7 +51,7 @@ class Part:
     parts: int
 
 
-def _revert(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _revert(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """State-dict entries under the names (and in the pieces) of the family's checkpoints."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -74,8 +74,8 @@ def expert_keys(model: nn.Module, module: str, weight: str, experts: int, gated:
             kind = type(model).__name__
             raise ValueError(
                 f"{kind}: checkpoints of this family keep {weight} of all experts in one tensor ({name}); the formats "
-                f"{FORMATS} have one weight per expert, and no engine reads anything else in MXFP8. Keep the model with "
-                "torch.save(model.state_dict()) instead"
+                f"{FORMATS} have one weight per expert, and no engine reads anything else in MXFP8. Keep the model "
+                "with torch.save(model.state_dict()) instead"
             )
         label = int(piece)
         found[name] = Part(module, weight, label // rows, label % rows, rows)
@@ -118,7 +118,7 @@ def quantization_config(model: nn.Module, format: str, converted: Iterable[str])
     for name, module in model.named_modules():
         if name in converted or any(name.startswith(f"{c}.") for c in converted):
             continue
-        if isinstance(module, nn.Linear) or _is_router(name, module) or serving.is_experts(module):
+        if isinstance(module, nn.Linear) or _is_router(module) or serving.is_experts(module):
             keep.append(name)
     if format == "hf":
         _refuse_prefixes(keep, converted)
@@ -138,7 +138,7 @@ def quantization_config(model: nn.Module, format: str, converted: Iterable[str])
         "dynamic": False,
         "scale_dtype": "torch.uint8",
     }
-    renamed = {}
+    renamed: dict[str, None] = {}
     for name in keep:  # names of checkpoints: engines know no others
         piece = next(iter(_revert(model, {f"{name}.weight": torch.zeros(1, 1)})))
         renamed[piece.removesuffix(".weight")] = None
@@ -159,12 +159,10 @@ def quantization_config(model: nn.Module, format: str, converted: Iterable[str])
     }
 
 
-def _is_router(name: str, module: nn.Module) -> bool:
+def _is_router(module: nn.Module) -> bool:
     # Routers are modules of their own in transformers 5 (a weight, no Linear); engines make Linear layers of them.
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding) and "weight" in dict(
-        module.named_parameters(recurse=False)
-    )
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    return weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding)
 
 
 def _refuse_prefixes(keep: Iterable[str], converted: set[str]) -> None:
@@ -290,7 +288,7 @@ def save_checkpoint(
     |---|---|---|
     | ``model`` | transformers model | after :func:`mxmoe.quantize_experts` |
     | ``path`` | folder | made if absent |
-    | ``format`` | "hf", "compressed-tensors" | see the module docstring; transformers loads "hf", vLLM and SGLang the other |
+    | ``format`` | "hf", "compressed-tensors" | transformers loads "hf", vLLM and SGLang the other |
     | ``max_shard_size`` | bytes | of one file |
     | ``overwrite`` | bool | replace a checkpoint that is there |
 
@@ -337,8 +335,8 @@ def _refuse_unknown(name: str, module: nn.Module, format: str) -> None:
         raise ValueError(f"{name}: experts with biases have no MXFP8 checkpoint form in any engine")
     if format == "hf" and not serving.default_gate(module):
         raise ValueError(
-            f"{name}: {type(module).__name__} has a gate of its own, which transformers replaces by its default one when "
-            'it loads fp8 experts: the logits would be wrong. Use format="compressed-tensors"'
+            f"{name}: {type(module).__name__} has a gate of its own, which transformers replaces by its default one "
+            'when it loads fp8 experts: the logits would be wrong. Use format="compressed-tensors"'
         )
 
 
@@ -348,12 +346,20 @@ Entry = tuple[int, Callable[[], Tensor]]
 def _entries(model: nn.Module, modules: Mapping[str, nn.Module], format: str) -> dict[str, Entry]:
     """Checkpoint name -> (bytes, how to get the tensor), in the order of the model."""
     entries: dict[str, Entry] = {}
+    high = {name: module for name, module in model.named_modules() if serving.is_experts(module)}
     hidden = {
-        f"{name}.{entry}" for name, module in modules.items() for w in serving.weights_of(module) for entry in serving.entries(w)
+        f"{name}.{entry}"
+        for name, module in {**modules, **high}.items()
+        for w in serving.weights_of(module)
+        for entry in serving.entries(w)
     }
     state = {k: v for k, v in model.state_dict().items() if k not in hidden and k not in _tied(model)}
     for key, name in _plain_keys(model, state).items():
         entries[key] = (state[name].nbytes, _giver(state[name]))
+    for name, module in high.items():
+        for weight in serving.weights_of(module):
+            for key, view in _high_views(model, name, module, weight).items():
+                entries[key] = (view.nbytes, _giver(view))
     for name, module in modules.items():
         for weight in serving.weights_of(module):
             qdata, scale = serving.stored(module, weight), serving.stored_scale(module, weight)
@@ -364,6 +370,14 @@ def _entries(model: nn.Module, modules: Mapping[str, nn.Module], format: str) ->
                 scale_key = f"{key.removesuffix('weight')}{_SUFFIX[format]}"
                 entries[scale_key] = (s.nbytes, _giver(s, SCALE_DTYPE if format == "hf" else torch.uint8))
     return entries
+
+
+def _high_views(model: nn.Module, name: str, module: nn.Module, weight: str) -> dict[str, Tensor]:
+    """Checkpoint name -> its part of a stacked weight in high precision."""
+    w = serving.stored(module, weight).detach()
+    w = w.mT if module.is_transposed else w
+    keys = expert_keys(model, name, weight, w.shape[0], getattr(module, "has_gate", True))
+    return {key: w[part.expert].chunk(part.parts)[part.part] for key, part in keys.items()}
 
 
 def _giver(t: Tensor, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
@@ -386,7 +400,8 @@ def _plan(entries: Mapping[str, Entry], limit: int) -> list[list[str]]:
 
 
 def _index(weight_map: Mapping[str, str], sums: Mapping[str, int], total: int) -> dict[str, Any]:
-    return {"metadata": {"total_size": total, "mxmoe_crc32": dict(sums)}, "weight_map": dict(sorted(weight_map.items()))}
+    metadata = {"total_size": total, "mxmoe_crc32": dict(sums)}
+    return {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
 
 
 def _write_config(model: Any, path: Path, quantization: dict[str, Any]) -> None:
@@ -444,19 +459,22 @@ def _format_of(config: Any, path: Path) -> str:
         case None:
             raise ValueError(f"{path}/config.json has no quantization_config: this is no MXFP8 checkpoint")
         case _:
-            kind = {k: config.get(k) for k in ("quant_method", "format", "scale_fmt", "weight_block_size") if k in config}
+            names = ("quant_method", "format", "scale_fmt", "weight_block_size")
+            kind = {k: config[k] for k in names if k in config}
             raise ValueError(f"{path}/config.json describes another quantization: {kind}")
 
 
 @dataclass(frozen=True)
 class _Plan:
     plain: dict[str, str]  # checkpoint name -> state-dict name
+    high: dict[str, Tensor]  # checkpoint name -> its part of a stacked weight that stays in high precision
     experts: dict[str, dict[str, dict[str, Part]]]  # module -> weight -> checkpoint name -> part
 
 
 def _load_plan(model: nn.Module, headers: Mapping[str, tuple[str, Any]], format: str, path: Path) -> _Plan:
     suffix = _SUFFIX[format]
     experts: dict[str, dict[str, dict[str, Part]]] = {}
+    high: dict[str, Tensor] = {}
     hidden: set[str] = set()
     used: set[str] = set()
     for name, module in model.named_modules():
@@ -466,8 +484,15 @@ def _load_plan(model: nn.Module, headers: Mapping[str, tuple[str, Any]], format:
         for weight in weights:
             shape = serving.logical_shape(module, weight)
             keys = expert_keys(model, name, weight, shape[0], getattr(module, "has_gate", True))
-            if all(key not in headers or headers[key][1]["dtype"] in _HIGH for key in keys):
-                continue  # this module was left in high precision
+            if all(key in headers and headers[key][1]["dtype"] in _HIGH for key in keys):
+                if serving.is_quantized(module):
+                    raise ValueError(f"{name} is MXFP8 in the model, not in {path}: load it into a fresh model")
+                for key, view in _high_views(model, name, module, weight).items():
+                    _expect(headers, key, None, list(view.shape), path)
+                    high[key] = view
+                    used.add(key)
+                hidden.add(f"{name}.{weight}")
+                continue
             hidden.update(f"{name}.{entry}" for entry in serving.entries(weight))
             experts.setdefault(name, {})[weight] = keys
             for key, part in keys.items():
@@ -494,9 +519,10 @@ def _load_plan(model: nn.Module, headers: Mapping[str, tuple[str, Any]], format:
     unexpected = sorted(headers.keys() - used)
     if unexpected:
         raise ValueError(
-            f"{path} holds {len(unexpected)} tensors that {type(model).__name__} has no place for, first {unexpected[0]!r}"
+            f"{path} holds {len(unexpected)} tensors that {type(model).__name__} has no place for, "
+            f"first {unexpected[0]!r}"
         )
-    return _Plan(plain, experts)
+    return _Plan(plain, high, experts)
 
 
 def _expect(headers: Mapping[str, tuple[str, Any]], name: str, dtype: str | None, shape: list[int], path: Path) -> None:
@@ -531,9 +557,7 @@ class _Reader:
         return t
 
 
-def _load(
-    model: nn.Module, plan: _Plan, headers: Mapping[str, tuple[str, Any]], reader: _Reader, format: str
-) -> None:
+def _load(model: nn.Module, plan: _Plan, headers: Mapping[str, tuple[str, Any]], reader: _Reader, format: str) -> None:
     suffix = _SUFFIX[format]
 
     def read(name: str) -> Tensor:
@@ -554,10 +578,13 @@ def _load(
         serving.finish(module)
     state = model.state_dict()
     with torch.no_grad():
+        for key, view in plan.high.items():
+            view.copy_(read(key))
         for key, name in plan.plain.items():
             state[name].copy_(read(key))
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()
+    tie: Any = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()
 
 
 # --- convert ---------------------------------------------------------------------------------------------------------
@@ -675,7 +702,9 @@ def _resume(dst: Path, wanted: Mapping[str, object]) -> dict[str, int]:
     state = dst / STATE
     if not state.exists():
         if any(dst.iterdir()):
-            raise FileExistsError(f"{dst} is not empty and was not left by an interrupted conversion: choose another folder")
+            raise FileExistsError(
+                f"{dst} is not empty and was not left by an interrupted conversion: choose another folder"
+            )
         _write_json(state, {**wanted, "done": {}})
         return {}
     before = _read_json(state)
@@ -683,8 +712,8 @@ def _resume(dst: Path, wanted: Mapping[str, object]) -> dict[str, int]:
     for key, value in wanted.items():
         if before.get(key) != value:
             raise ValueError(
-                f"{dst} holds an interrupted conversion with {key}={before.get(key)!r}, now {value!r}: finish that one, or "
-                "remove the folder"
+                f"{dst} holds an interrupted conversion with {key}={before.get(key)!r}, now {value!r}: "
+                "finish that one, or remove the folder"
             )
     for stale in dst.glob("*.tmp"):
         stale.unlink()

@@ -4,8 +4,8 @@
                                           ---->  gate_up_proj_scale  buffer uint8 (E, 2I, H/32)  e8m0 bytes
     transposed storage (E, H, 2I)                the same: the contraction is last whatever it was
 
-Bytes are kept as uint8, since ``module.to(torch.bfloat16)`` converts fp8 tensors. Modules keep their class, name, biases and
-gate; they run ``mxmoe.integrations.huggingface_fp8.mx_module_forward``.
+Bytes are kept as uint8, since ``module.to(torch.bfloat16)`` converts fp8 tensors. Modules keep their class, name,
+biases and gate; they run ``mxmoe.integrations.huggingface_fp8.mx_module_forward``.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def set_weight(module: nn.Module, weight: str, qdata: Tensor, scale: Tensor) -> 
         module._buffers.pop(f"{weight}_{suffix}", None)
 
 
-def finish(module: nn.Module, recipe: MXRecipe = SERVING_RECIPE) -> None:
+def finish(module: Any, recipe: MXRecipe = SERVING_RECIPE) -> None:
     """Make a module whose weights are MXFP8 buffers run on them."""
     huggingface_fp8.register()
     setattr(module, MARK, weights_of(module))
@@ -129,7 +129,9 @@ class _Irreversible:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise ValueError("quantize_experts() dropped the high-precision weights and cannot be reverted: load the model again")
+        raise ValueError(
+            "quantize_experts() dropped the weights it replaced and cannot be reverted: load the model again"
+        )
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ def quantize_experts(
     | name | type | meaning |
     |---|---|---|
     | ``model`` | ``nn.Module`` | any model whose experts use the transformers experts interface, on any device |
-    | ``recipe`` | ``MXRecipe`` or None | default: weight-only, ``MXRecipe(activations="bf16")``; elements are float8_e4m3fn |
+    | ``recipe`` | ``MXRecipe`` or None | weight-only by default: ``MXRecipe(activations="bf16")``; e4m3 elements |
     | ``include``, ``exclude`` | names or globs | as for :func:`mxmoe.convert` |
     | ``measure`` | bool | report the SQNR of every weight (reads it once more) |
     | ``progress`` | bool | a bar on stderr |
@@ -203,8 +205,8 @@ def quantize_experts(
     One weight at a time: never two copies of the model. The result survives ``.to(dtype)``, ``.to(device)``, deepcopy,
     pickle and state_dict; its state_dict loads into another quantized model. It has no gradient to its weights and
     cannot be reverted. Modules that are quantized already are reported as they are.
-    Raises: ``TypeError``; ``ValueError`` if nothing was quantized, for patterns that match nothing, or for a recipe that is
-    not e4m3. Sync: one per weight if ``measure``.
+    Raises: ``TypeError``; ``ValueError`` if nothing was quantized, for patterns that match nothing, or for a recipe
+    that is not e4m3. Sync: one per weight if ``measure``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_experts() takes a torch.nn.Module, got {type(model).__name__}")
@@ -285,7 +287,7 @@ def _sqnr(w: Tensor, qdata: Tensor, scale: Tensor) -> float:
     return math.inf if noise == 0 else 10 * math.log10(max(signal, 1e-300) / noise)
 
 
-def _converted(name: str, module: nn.Module, changed: bool) -> Converted:
+def _converted(name: str, module: Any, changed: bool) -> Converted:
     sizes = tuple((w, logical_shape(module, w)) for w in weights_of(module))
     unfused = None if huggingface_fp8.fuses_swiglu(module) else "its gate is not SwiGLU of concatenated halves"
     return Converted(name, type(module).__name__, int(module.num_experts), sizes, changed, unfused)
@@ -295,14 +297,13 @@ def _converted(name: str, module: nn.Module, changed: bool) -> Converted:
 def progress_bar() -> Any:
     """A rich progress bar on stderr. Raises ``ImportError`` without rich."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
         console=Console(stderr=True),
     )
 

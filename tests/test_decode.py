@@ -123,8 +123,9 @@ def test_tokens_that_fp16_cannot_hold():
     for rows in ([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5]):  # with and without the one that is not exact
         part, ends = x[rows], cases.ends([len(rows)], "cpu")
         out = run(part, q, s, ends, dtype=torch.float32)
-        exact = grouped_mm.mm_m_groups(part.double(), values.double(), ends, None, torch.float64, torch.float64)
-        magnitude = grouped_mm.mm_m_groups(part.double().abs(), values.double().abs(), ends, None, torch.float64, torch.float64)
+        a, b, f64 = part.double(), values.double(), torch.float64
+        exact = grouped_mm.mm_m_groups(a, b, ends, None, f64, f64)
+        magnitude = grouped_mm.mm_m_groups(a.abs(), b.abs(), ends, None, f64, f64)
         assert ((out.double().cpu() - exact).abs() <= magnitude * 2.0**-18).all()
 
 

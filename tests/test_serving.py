@@ -84,9 +84,8 @@ def test_what_survives():
     model, _ = quantized(dtype=torch.bfloat16)
     expected = logits(model)
     before = {k: v.clone() for k, v in model.state_dict().items() if "experts" in k}
-    assert sorted(before)[:4] == [
-        f"model.layers.0.mlp.experts.{name}" for name in ("down_proj", "down_proj_scale", "gate_up_proj", "gate_up_proj_scale")
-    ]
+    buffers = ("down_proj", "down_proj_scale", "gate_up_proj", "gate_up_proj_scale")
+    assert sorted(before)[:4] == [f"model.layers.0.mlp.experts.{name}" for name in buffers]
     assert all(v.dtype == torch.uint8 for v in before.values())
     model.to(torch.float32).to(torch.bfloat16)
     model.set_experts_implementation("grouped_mm")

@@ -3,8 +3,8 @@
     mxmoe.integrations.huggingface_fp8.register()
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="mxmoe")     # a checkpoint of format "hf"
 
-``FP8ExpertsInterface`` serves modules that transformers built for an fp8 checkpoint (``FP8Experts``); ``ExpertsInterface``
-serves modules whose weights ``mxmoe.quantize_experts`` replaced, under the name ``MX_NAME``.
+``FP8ExpertsInterface`` serves modules that transformers built for an fp8 checkpoint (``FP8Experts``);
+``ExpertsInterface`` serves modules whose weights ``mxmoe.quantize_experts`` replaced, under the name ``MX_NAME``.
 Source: ``transformers/integrations/finegrained_fp8.py``, ``moe.py``, 5.17.
 """
 
@@ -26,7 +26,7 @@ MX_NAME = "mxmoe_mxfp8"
 """Name of the experts implementation that modules changed by ``quantize_experts`` carry."""
 RECIPE_ATTRIBUTE = "mxmoe_recipe"
 SERVING_RECIPE = MXRecipe(activations="bf16")
-"""Weight-only: activations stay in bf16. ``MXRecipe()`` rounds them to MXFP8, as a chip with MXFP8 tensor cores does."""
+"""Weight-only: activations stay in bf16. ``MXRecipe()`` rounds them too, as a chip with MXFP8 tensor cores does."""
 
 
 def register(name: str = NAME, *, recipe: MXRecipe | None = None) -> None:
@@ -44,15 +44,18 @@ def register(name: str = NAME, *, recipe: MXRecipe | None = None) -> None:
         ) from error
     forward = functools.partial(fp8_experts_forward, recipe=recipe)
     present = FP8ExpertsInterface._global_mapping.get(name)
-    if present is not None and not (isinstance(present, functools.partial) and present.func is fp8_experts_forward):
-        raise ValueError(f"fp8 experts implementation {name!r} is registered in transformers already: choose another name")
+    ours = isinstance(present, functools.partial) and present.func is fp8_experts_forward
+    if present is not None and not ours:
+        raise ValueError(
+            f"fp8 experts implementation {name!r} is registered in transformers already: take another name"
+        )
     FP8ExpertsInterface.register(name, forward)
     ExpertsInterface.register(MX_NAME, mx_module_forward)
 
 
 # --- modules of quantize_experts -------------------------------------------------------------------------------------
-def mx_module_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts function of a module whose weights are MXFP8 buffers: ``(T, H)``, ``(T, k)``, ``(T, k)`` -> ``(T, H)``."""
+def mx_module_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts function of a module whose weights are MXFP8 buffers: ``(T, H)`` -> ``(T, H)``."""
     up = "gate_up_proj" if self.has_gate else "up_proj"
     has_bias = getattr(self, "has_bias", False)
     return _forward(
@@ -70,7 +73,7 @@ def mx_module_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tenso
 
 # --- modules of an fp8 checkpoint ------------------------------------------------------------------------------------
 def fp8_experts_forward(
-    self: nn.Module,
+    self: Any,
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -109,7 +112,7 @@ def fp8_experts_forward(
 
 # --- both ------------------------------------------------------------------------------------------------------------
 def _forward(
-    self: nn.Module,
+    self: Any,
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -137,7 +140,7 @@ def _forward(
     )
 
 
-def default_gate(module: nn.Module) -> bool:
+def default_gate(module: Any) -> bool:
     """Whether the module's gate is ``act_fn(gate) * up`` of concatenated halves, or it has no gate at all."""
     from transformers.integrations.finegrained_fp8 import FP8Experts
     from transformers.integrations.moe import _default_apply_gate
@@ -146,7 +149,7 @@ def default_gate(module: nn.Module) -> bool:
         return True
     if isinstance(module, FP8Experts):
         return module.swiglu_alpha is None and module.limit is None
-    return type(module)._apply_gate is _default_apply_gate and getattr(module, "is_concatenated", True)
+    return type(module)._apply_gate is _default_apply_gate and bool(getattr(module, "is_concatenated", True))
 
 
 def fuses_swiglu(module: nn.Module) -> bool:

@@ -37,12 +37,15 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .. import device
 from ..formats import E4M3, elem_format
 from ._e8m0 import scale_byte, scale_value, to_elem
+from ._gemm import tma_ready
 from ._groups import group_bounds
+from ._offline import Case
 
 WINDOW = {torch.float8_e4m3fn: (-15, 7), torch.float8_e5m2: (-8, 0)}
-"""Powers of two that leave every element of a dtype exact in fp16: 2**-9 * 2**-15 is its smallest, 448 * 2**7 < 65504."""
+"""Powers of two that leave every element of a dtype exact in fp16 (2**-24 to 65504)."""
 INEXACT = tl.constexpr(1 << 20)
 """Exponent of a token that has no exact fp16 form."""
 
@@ -84,12 +87,12 @@ def _token_values(x_ptr, s_ptr, at, cols, K, BLOCK: tl.constexpr, IN: tl.constex
 
 @triton.jit
 def _list_tiles(tiles_ptr, offs_ptr, M, G, bound, G_POW2: tl.constexpr, BT: tl.constexpr):
-    """Token tiles of all groups, one behind the other: (group, first token, end of the group); group -1 behind the last."""
+    """Token tiles of all groups one behind the other: (group, first token, end of group); group -1 behind the last."""
     g = tl.arange(0, G_POW2)
     starts, ends, sizes = group_bounds(offs_ptr, G, M, G_POW2)
     count = tl.cdiv(sizes, BT)
     first = tl.cumsum(count, 0) - count
-    for j in range(0, tl.max(count, 0)):
+    for j in range(tl.max(count, 0)):
         at = tiles_ptr + (first + j) * 3
         tl.store(at, g, mask=j < count)
         tl.store(at + 1, starts + j * BT, mask=j < count)
@@ -192,10 +195,10 @@ def _rows_kernel(
 
 
 # --- weights in registers --------------------------------------------------------------------------------------------
-# The scale of a tile is loaded as bytes (BN, BK/32) and nothing is computed from arange: then Triton moves the layout of
-# the dot operand up to the loads, and a weight goes shared memory -> ldmatrix -> cvt -> mul -> mma. With a shift by
-# arange in between, it stays below, and every expanded tile takes a trip through shared memory (519 instructions in the
-# loop instead of 352).
+# The scale of a tile is loaded as bytes (BN, BK/32) and nothing is computed from arange: then Triton moves the layout
+# of the dot operand up to the loads, and a weight goes shared memory -> ldmatrix -> cvt -> mul -> mma. With a shift by
+# arange in between, it stays below, and every expanded tile takes a trip through shared memory (519 instructions in
+# the loop instead of 352).
 @triton.jit
 def _times_scale(q, scale, BN: tl.constexpr, BK: tl.constexpr):
     """``(BN, BK)`` times ``(BN, BK/32)``, each scale on 32 columns."""
@@ -203,9 +206,20 @@ def _times_scale(q, scale, BN: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def _half(q):
+    """e4m3 or e5m2 as fp16, exactly. Before sm_89 there is no conversion from e4m3: its bytes come as uint8."""
+    if q.dtype == tl.uint8:
+        # Sign and seven bits put where an fp16 has them are the value times 2**-8, subnormals included (NaN is 480).
+        bits = ((q & 0x80).to(tl.int16) << 8) | ((q & 0x7F).to(tl.int16) << 7)
+        return bits.to(tl.float16, bitcast=True) * tl.full((1,), 256.0, tl.float16)
+    else:
+        return q.to(tl.float16)
+
+
+@triton.jit
 def expand_fp16(q, byte, BN: tl.constexpr, BK: tl.constexpr):
     """Weights of a row that ``pack_weight`` found exact. ``byte``: high byte of the fp16 2**e."""
-    return _times_scale(q.to(tl.float16), (byte.to(tl.int16) << 8).to(tl.float16, bitcast=True), BN, BK)
+    return _times_scale(_half(q), (byte.to(tl.int16) << 8).to(tl.float16, bitcast=True), BN, BK)
 
 
 @triton.jit
@@ -213,7 +227,12 @@ def expand_any(q, byte, BN: tl.constexpr, BK: tl.constexpr):
     """Any weights, in bf16: e4m3 or e5m2 times 2**(byte - 127); byte 0 is 2**-127, 255 is NaN."""
     b = byte.to(tl.int16)
     bits = tl.where(b == 255, 0x7FC0, tl.where(b == 0, 0x0040, b << 7)).to(tl.int16)
-    return _times_scale(q.to(tl.bfloat16), bits.to(tl.bfloat16, bitcast=True), BN, BK)
+    scale = bits.to(tl.bfloat16, bitcast=True)
+    if q.dtype == tl.uint8:
+        half = tl.where((q & 0x7F) == 0x7F, float("nan"), _half(q).to(tl.float32))
+        return _times_scale(half.to(tl.bfloat16), scale, BN, BK)
+    else:
+        return _times_scale(q.to(tl.bfloat16), scale, BN, BK)
 
 
 @triton.jit
@@ -368,8 +387,8 @@ def tile_product(
         e = tl.load(exp_ptr + t, mask=tokens, other=0)
         p_row = p_ptr + (g.to(tl.int64) * tl.cdiv(K, 128) * N + row) * 4
         acc = _multiply_fp16(
-            q_row, p_row, x16_ptr + t64 * K, q_desc, x_desc, r0, t0, tokens, N, K, k0, k1, EVEN, BN, BT, BK, TMA_Q, TMA_X,
-            PERM,
+            q_row, p_row, x16_ptr + t64 * K, q_desc, x_desc, r0, t0, tokens, N, K, k0, k1, EVEN, BN, BT, BK,
+            TMA_Q, TMA_X, PERM,
         )  # fmt: skip
         acc = times_power_of_two(acc, (top - (127 + E_HI))[:, None] + e[None, :])
         if (tl.max(top, 0) == 255) | (tl.max(e, 0) == INEXACT):
@@ -383,7 +402,7 @@ def tile_product(
 @triton.jit(do_not_specialize=["M"])
 def _mx_decode_kernel(
     out_ptr,  # (M, N), or (splits, M, N) fp32 partial sums
-    q_ptr,  # (G, N, K) e4m3 or e5m2
+    q_ptr,  # (G, N, K) e4m3 or e5m2; before sm_89 e4m3 as uint8
     s_ptr,  # (G, N, ceil(K/32)) uint8
     p_ptr,  # (G, ceil(K/128), N, 4) uint8, if PACKED
     top_ptr,  # (G, N) uint8, if PACKED
@@ -516,20 +535,22 @@ MAX_ROW = 8192
 """Longest token that ``_rows_kernel`` keeps in registers."""
 
 
-def choose_config(m: int, g: int, k: int) -> Config:
-    """By mean tokens per group: M and G are known without reading offs."""
+def choose_config(m: int, g: int, k: int, where: torch.device, packed: bool) -> Config:
+    """By mean tokens per group and K: known without reading offs. Tiles leave room for groups of twice the mean."""
     mean = m / max(g, 1)
-    if k % 16:
-        return Config(16 if mean <= 12 else 32, 64, 2, 4)
+    # wgmma and tcgen05; the interpreter takes the same road.
+    wide = device.capability(where)[0] in ((0, 9, 10) if where.type == "cpu" else (9, 10))
+    if not (wide and packed) or k % 16:
+        return Config(16 if mean <= 8 else 32, 64, 2, 4)
     if mean <= 2:
-        return Config(8, 64, 2, 4, tma_q=True)
-    if mean <= 6:
-        return Config(16, 64, 2, 4, tma_q=True)
+        return Config(8, 64, 2, 3, tma_q=True, step=256)
+    if mean <= 12:
+        if k < 1536:
+            return Config(16, 64, 2, 4, tma_q=True)
+        return Config(16, 128, 4, 3, tma_q=True, perm=True, step=256)
     if mean <= 24:
         return Config(32, 128, 4, 4, tma_q=True, perm=True)
-    if mean <= 64:
-        return Config(64, 128, 4, 3, tma_q=True, tma_x=True, perm=True)
-    return Config(128, 128, 8, 4, tma_q=True, tma_x=True, perm=True)
+    return Config(64, 128, 4, 3, tma_q=True, tma_x=True, perm=True)
 
 
 def token_tiles(m: int, g: int, config: Config) -> int:
@@ -541,11 +562,6 @@ def choose_splits(m: int, g: int, n: int, k: int, config: Config) -> int:
     """Splits of K: 1 as soon as N tiles and groups that can have tokens fill the chip."""
     programs = triton.cdiv(n, config.rows) * min(g, m)
     return max(1, min(PROGRAMS // programs, k // MIN_SPLIT)) if programs else 1
-
-
-def _tma_ready(t: Tensor) -> bool:
-    """Base and row stride are multiples of 16 bytes."""
-    return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.stride(-1) == 1
 
 
 @dataclass(frozen=True)
@@ -606,7 +622,7 @@ def prepare_rows(
         PERM=_permuted(c, k, packed),
         BF16=high,
         ZERO_TAIL=zero_tail,
-        PDL=c.pdl and a.is_cuda,
+        PDL=_pdl(c, a),
         ONCE=k <= block,
         EMAX=elem.emax,
         THRESH=elem.threshold(quantize[1] if quantize is not None else "rceil"),
@@ -619,6 +635,10 @@ def prepare_rows(
     return Rows(x16, xb, exponent, tiles)
 
 
+def _pdl(c: Config, t: Tensor) -> bool:
+    return c.pdl and t.is_cuda and device.capability(t.device) >= (9, 0)
+
+
 def _permuted(c: Config, k: int, packed: bool) -> bool:
     return c.perm and packed and k % 16 == 0
 
@@ -628,10 +648,13 @@ def operands(
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """Weights and tokens as a kernel takes them, and the constants that follow from them."""
     k = q.shape[-1]
+    e_hi = WINDOW[q.dtype][1]
+    if (0, 0) < device.capability(q.device) < (8, 9) and q.dtype == torch.float8_e4m3fn:
+        q = q.view(torch.uint8)
     flat = q.view(-1, k)
-    tma_q = c.tma_q and packed is not None and _tma_ready(flat)
-    tma_x = c.tma_x and packed is not None and _tma_ready(rows.fp16)
-    pdl = c.pdl and q.is_cuda
+    tma_q = c.tma_q and packed is not None and tma_ready(flat)
+    tma_x = c.tma_x and packed is not None and tma_ready(rows.fp16)
+    pdl = _pdl(c, q)
     arguments = (
         q,
         scale,
@@ -646,7 +669,7 @@ def operands(
     )
     constants = {
         "PACKED": packed is not None,
-        "E_HI": WINDOW[q.dtype][1],
+        "E_HI": e_hi,
         "EVEN": k % c.step == 0,
         "BN": c.rows,
         "BT": c.tokens,
@@ -690,7 +713,7 @@ def mx_decode_m_groups(
     out = a.new_empty((m, n), dtype=out_dtype)
     if out.numel() == 0:
         return out
-    c = config or choose_config(m, g, k)
+    c = config or choose_config(m, g, k, a.device, packed is not None)
     splits = splits or choose_splits(m, g, n, k, c)
     split_k = triton.cdiv(triton.cdiv(k, c.step), splits) * c.step
     splits = triton.cdiv(k, split_k)
@@ -727,3 +750,24 @@ def mx_decode_m_groups(
             BLOCK=block,
         )
     return out
+
+
+def _case(tokens: int, packed: bool = True, k: int = 2048, index: bool = False) -> object:
+    e, n = 8, 256
+    q = torch.zeros(e, n, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.zeros(e, n, k // 32, dtype=torch.uint8)
+    facts = PackedWeight(torch.zeros(e, -(-k // 128), n, 4, dtype=torch.uint8), torch.zeros(e, n, dtype=torch.uint8))
+    x, offs = torch.zeros(tokens * e, k, dtype=torch.bfloat16), torch.zeros(e, dtype=torch.int32)
+    rows = torch.zeros(tokens * e, dtype=torch.int32) if index else None
+    weight = facts if packed else None
+    return mx_decode_m_groups(x, None, rows, 2, q, scale, weight, offs, None, torch.bfloat16, splits=1)
+
+
+OFFLINE = [
+    Case("1 token", lambda: _case(1), expect={"cuda:90": r"mma\.sync"}),
+    Case("8 tokens", lambda: _case(8), expect={"cuda:90": r"wgmma"}),
+    Case("8 tokens, short K", lambda: _case(8, k=768), expect={"cuda:90": r"mma\.sync"}),
+    Case("16 tokens, gathered", lambda: _case(16, index=True), expect={"cuda:90": r"wgmma"}),
+    Case("64 tokens", lambda: _case(64), expect={"cuda:90": r"wgmma"}),
+    Case("8 tokens, no facts", lambda: _case(8, packed=False), expect={"cuda:90": r"mma"}),
+]

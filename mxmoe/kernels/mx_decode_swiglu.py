@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
+from ._offline import Case
 from .mx_decode import Config, PackedWeight, choose_config, choose_splits, operands, prepare_rows, tile_product
 
 
@@ -96,9 +97,9 @@ def _mx_decode_swiglu_kernel(
     tl.store(out_ptr + at, hidden.to(out_ptr.dtype.element_ty), mask=(t < end)[None, :] & (i < I)[:, None])
 
 
-def fits(m: int, g: int, n: int, k: int) -> bool:
+def fits(m: int, g: int, n: int, k: int, where: torch.device, packed: bool) -> bool:
     """Whether one launch fills the chip: K is not split here."""
-    return choose_splits(m, g, n // 2, k, choose_config(m, g, k)) == 1
+    return choose_splits(m, g, n // 2, k, choose_config(m, g, k, where, packed)) == 1
 
 
 def mx_decode_swiglu(
@@ -125,7 +126,7 @@ def mx_decode_swiglu(
     out = a.new_empty((m, n // 2), dtype=out_dtype)
     if out.numel() == 0:
         return out
-    c = config or choose_config(m, g, k)
+    c = config or choose_config(m, g, k, a.device, packed is not None)
     rows = prepare_rows(a, a_scale, index, top_k, offs, packed is not None, quantize, out, True, c)
     arguments, constants = operands(b_q, b_scale, packed, rows, c)
     _mx_decode_swiglu_kernel[(triton.cdiv(n // 2, c.rows), rows.tiles.shape[0])](
@@ -141,3 +142,23 @@ def mx_decode_swiglu(
         **constants,
     )
     return out
+
+
+def _case(tokens: int) -> object:
+    e, i, k = 8, 256, 2048
+    q = torch.zeros(e, 2 * i, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.zeros(e, 2 * i, k // 32, dtype=torch.uint8)
+    facts = PackedWeight(
+        torch.zeros(e, k // 128, 2 * i, 4, dtype=torch.uint8), torch.zeros(e, 2 * i, dtype=torch.uint8)
+    )
+    x, offs = torch.zeros(tokens * e, k, dtype=torch.bfloat16), torch.zeros(e, dtype=torch.int32)
+    order = torch.zeros(tokens * e, dtype=torch.int32)
+    weights = torch.zeros(tokens * e, dtype=torch.bfloat16)
+    return mx_decode_swiglu(x, None, order, 1, q, scale, facts, offs, weights, order, torch.bfloat16)
+
+
+OFFLINE = [
+    Case("1 token", lambda: _case(1), expect={"cuda:90": r"mma\.sync"}),
+    Case("8 tokens", lambda: _case(8), expect={"cuda:90": r"wgmma"}),
+    Case("64 tokens", lambda: _case(64), expect={"cuda:90": r"wgmma"}, spills=40),
+]

@@ -1,6 +1,6 @@
 """The expert MLP of a layer whose weights are MXFP8 already: serving. No master weights, no gradient to the weights.
 
-    x (T, H) -> route -> gate/up (+ SwiGLU, one launch) -> down -> combine (T, H)
+x (T, H) -> route -> gate/up (+ SwiGLU, one launch) -> down -> combine (T, H)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ServingWeight:
     |---|---|---|---|
     | ``qdata`` | ``(E, N, K)`` | float8_e4m3fn | |
     | ``scale`` | ``(E, N, ceil(K/32))`` | uint8 | plain |
-    | ``packed``, ``top`` | see ``mxmoe.ops.decode.pack_weight`` | uint8 | what the decode kernel needs to know; None: it does without |
+    | ``packed``, ``top`` | | uint8 | ``mxmoe.ops.decode.pack_weight``: lets kernels use fp16; None: they do without |
     """
 
     qdata: Tensor
@@ -58,9 +58,10 @@ def mx_experts_forward(
     | name | shape | dtype |
     |---|---|---|
     | ``x`` | ``(T, H)`` | bf16, fp16, fp32 |
-    | ``top_k_index``, ``top_k_weights`` | ``(T, k)`` | int64 or int32; floating; ids of ``num_experts`` or more: not on this rank |
+    | ``top_k_index`` | ``(T, k)`` | int64, int32; ``num_experts`` or more: no expert on this rank |
+    | ``top_k_weights`` | ``(T, k)`` | floating |
 
-    Args: ``activate`` maps ``(M, 2I)`` or ``(M, I)`` to ``(M, I)``; None: SwiGLU of gate rows followed by up rows, which is
+    Args: ``activate`` maps ``(M, 2I)`` or ``(M, I)`` to ``(M, I)``; None: SwiGLU of gate rows followed by up rows,
     fused with the up projection.
     Returns: ``(T, H)``, dtype of ``x``. Sync: none. Empty: T = 0 gives ``(0, H)``.
     Gradient: to ``x`` and ``top_k_weights``, through the rounded weights.

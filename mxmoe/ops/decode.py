@@ -1,9 +1,8 @@
 """Few tokens per expert against MXFP8 weights: ops, the rule that picks them, and the whole expert layer in one op.
 
-The decode kernels read a weight as it is stored and expand it in registers: below ``LIMIT`` tokens per expert the bytes of
-the weights are the time. Above, weights are expanded once per call and multiplied in bf16, or fed to the tensor cores
-that take MXFP8. Measured on an H200 (1536 x 2048, 128 experts): 64 tokens 239 us against 550, 128: 407 against 655,
-256: 663 against 713.
+The decode kernels read a weight as it is stored and expand it in registers: with few tokens per expert the bytes of the
+weights are the time. Above ``LIMIT`` weights are expanded once per call and multiplied in bf16, or fed to tensor cores
+that take MXFP8. ``benchmarks/bench_decode.py`` finds the crossover.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ LIMIT_NATIVE: Final = 64
 
 # --- rule ------------------------------------------------------------------------------------------------------------
 def decodes(device: torch.device, recipe: MXRecipe, m: int, groups: int) -> bool:
-    """Whether a GEMM of m rows in ``groups`` groups goes to the decode kernel. Static: never depends on values of offs."""
+    """Whether a GEMM of m rows in ``groups`` groups goes to the decode kernel. Static: never reads offs."""
     if recipe.backend not in ("auto", "triton"):
         return False
     if device.type != "cuda" or (torch.version.hip is None and devices.capability(device) < (8, 0)):
@@ -162,7 +161,7 @@ def _swiglu(
     facts = packed if packed is not None else remembered(w, w_scale)
     weight = PackedWeight(*facts) if facts is not None else None
     m, (g, n, k) = index.shape[0], w.shape
-    if fits(m, g, n, k):
+    if fits(m, g, n, k, x.device, weight is not None):
         return mx_decode_swiglu(x, None, index, top_k, w, w_scale, weight, *args)
     rows = mm_m_groups(x, None, w, w_scale, offs, None, x.dtype, recipe, packed=facts, index=index, top_k=top_k)
     return swiglu_rows(rows, weights, index, offs, None, recipe.scale_mode, x.dtype)  # type: ignore[no-any-return]
@@ -190,12 +189,14 @@ def _experts(
     g, two_i, h = up.shape
     m = top_k_index.numel()
     if x.is_cuda and not decodes(x.device, r, m, g):
-        return torch.ops.mxmoe.moe_experts(x, top_k_index, top_k_weights, up, up_scale, down, down_scale, recipe, False)[0]  # type: ignore[no-any-return]
+        args = (x, top_k_index, top_k_weights, up, up_scale, down, down_scale, recipe, False)
+        return torch.ops.mxmoe.moe_experts(*args)[0]  # type: ignore[no-any-return]
     if m == 0:
         return x.new_zeros(x.shape)
     stages = _stages(x.device)
     offs, order, position = stages.route(top_k_index, g)
-    facts = [(p, t) if p is not None and t is not None else None for p, t in ((up_packed, up_top), (down_packed, down_top))]
+    pairs = ((up_packed, up_top), (down_packed, down_top))
+    facts = [(p, t) if p is not None and t is not None else None for p, t in pairs]
     hidden = _swiglu(x, order, top_k_index.shape[1], up, up_scale, facts[0], offs, top_k_weights, r)
     rows = mm_m_groups(hidden, None, down, down_scale, offs, None, x.dtype, r, packed=facts[1])
     for sizes in ((m, two_i, h, g), (m, h, two_i // 2, g)):
@@ -206,4 +207,3 @@ def _experts(
 @_experts.register_fake
 def _(x, top_k_index, top_k_weights, up, *rest):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape)
-

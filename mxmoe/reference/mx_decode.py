@@ -15,8 +15,8 @@ from .. import groups, shapes
 from ..formats import BLOCK, SCALE_NAN
 from .quantize import dequantize, fake_quantize
 
-# (lowest, highest) power of two that leaves every element exact in fp16: 2**-9 * 2**-15 = 2**-24, 448 * 2**7 < 65504, and
-# likewise 2**-16 * 2**-8, 57344 * 2**0.
+# (lowest, highest) power of two that leaves every element exact in fp16: 2**-9 * 2**-15 = 2**-24, 448 * 2**7 < 65504,
+# and likewise 2**-16 * 2**-8, 57344 * 2**0.
 WINDOW = {torch.float8_e4m3fn: (-15, 7), torch.float8_e5m2: (-8, 0)}
 
 
@@ -60,7 +60,7 @@ def pack_weight(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 def _tokens(
     x: Tensor, x_scale: Tensor | None, index: Tensor | None, top_k: int, quantize: tuple[torch.dtype, str] | None
 ) -> Tensor:
-    """The values that are multiplied, one row per routed row. On a CPU, tokens that are not rounded stay as they are."""
+    """The values that are multiplied, one row per routed row. Tokens that are not rounded stay as they are."""
     if x_scale is not None:
         x = dequantize(x, x_scale, "rowwise", None, None, x.shape[0], torch.float32)
     elif quantize is not None:
@@ -90,7 +90,7 @@ def mx_decode_m_groups(
     out_dtype: torch.dtype,
     quantize: tuple[torch.dtype, str] | None,
 ) -> Tensor:
-    """``x (M, K)`` times MXFP8 ``w (G, N, K)`` -> ``(M, N)``; rows of no group are zero. Sync: copies offs to the host."""
+    """``x (M, K)`` times MXFP8 ``w (G, N, K)`` -> ``(M, N)``; rows of no group are zero. Copies offs to the host."""
     x = _tokens(x, x_scale, index, top_k, quantize)
     out = x.new_zeros((x.shape[0], w.shape[1]), dtype=out_dtype)
     for rows, g, values in _used(w, w_scale, offs, x.shape[0]):
