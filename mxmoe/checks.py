@@ -9,6 +9,7 @@ import os
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .formats import BLOCKS, INPUT_DTYPES, LAYOUTS, SCALE_MODES, elem_format
 
@@ -29,6 +30,8 @@ def tensor(t: object, name: str, dims: tuple[int, ...] | None = None) -> Tensor:
             f"tensors, pass {name}.to_local() (expert parallelism: the local experts; sharded K is exact only if "
             "K / world is a multiple of 32)"
         )
+    if t.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {t.layout}")
     if t.dtype not in INPUT_DTYPES:
         raise TypeError(f"{name} must be {_DTYPE_NAMES} (or an MXTensor), got {str(t.dtype).removeprefix('torch.')}")
     if dims is not None and t.ndim not in dims:
@@ -71,8 +74,13 @@ def debug_offs(value: Tensor, total: int, name: str = "offs") -> None:
     | ``name`` | | str | what messages call it |
 
     Opt-in: call it yourself, or set ``MXMOE_DEBUG=1`` to have every call do so. Sync: one device-to-host copy.
-    Raises: ``ValueError``.
+    Raises: ``TypeError`` for another dtype, ``ValueError`` for another number of dims or the first bad entry.
     """
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
+        found = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name} must be an int32 or int64 tensor of group ends, got {found}")
+    if value.ndim != 1:
+        raise ValueError(f"{name} must be 1-D (G,), got shape {tuple(value.shape)}")
     previous = 0
     for i, end in enumerate(value.tolist()):
         if end < previous:
@@ -90,6 +98,24 @@ def maybe_debug_offs(value: Tensor, total: int, name: str = "offs") -> None:
     if isinstance(value, torch._subclasses.FakeTensor) or value.device.type == "meta":
         return
     debug_offs(value, int(total), name)
+
+
+def maybe_debug_equal(value: Tensor, other: Tensor, name: str, other_name: str) -> None:
+    """Under ``MXMOE_DEBUG=1``: two sets of group ends that must be equal are."""
+    if torch.compiler.is_compiling() or os.environ.get("MXMOE_DEBUG") != "1":
+        return
+    if isinstance(value, torch._subclasses.FakeTensor) or value.device.type == "meta":
+        return
+    if not torch.equal(value.to(other.dtype), other):
+        raise ValueError(f"{name} {value.tolist()} and {other_name} {other.tolist()} must be the same group ends")
+
+
+def no_tangent(t: Tensor, name: str) -> None:
+    """Refuse a dual tensor of forward-mode AD: the ops have no such derivative and would drop its tangent."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if forward_ad.unpack_dual(t).tangent is not None:
+        raise NotImplementedError(f"{name} has a tangent: mxmoe has reverse-mode gradients only, no forward-mode AD")
 
 
 def block(value: str) -> str:
@@ -126,6 +152,13 @@ def out_dtype(value: torch.dtype | None, default: torch.dtype, name: str = "out_
         return default
     if value not in INPUT_DTYPES:
         raise TypeError(f"{name} must be one of {_DTYPE_NAMES} or None, got {value}")
+    return value
+
+
+def value_dtype(value: torch.dtype, name: str) -> torch.dtype:
+    """A floating-point dtype of expanded values; there is no default."""
+    if value not in INPUT_DTYPES:
+        raise TypeError(f"{name} must be one of {_DTYPE_NAMES}, got {value}")
     return value
 
 

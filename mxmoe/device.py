@@ -9,8 +9,8 @@ import torch
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """CUDA compute capability of ``device``; ``(0, 0)`` for anything else."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    """CUDA compute capability of ``device``; ``(0, 0)`` for anything else, also for a GPU that is not here."""
+    if device.type != "cuda" or torch.version.hip is not None or (device.index or 0) >= torch.cuda.device_count():
         return (0, 0)
     return torch.cuda.get_device_capability(device)
 
@@ -33,4 +33,6 @@ def name(device: torch.device) -> str:
     if device.type != "cuda":
         return device.type
     major, minor = capability(device)
+    if major == 0 and torch.version.hip is None:
+        return f"{device}, which is not on this machine"
     return f"cuda sm_{major}{minor}"

@@ -34,7 +34,13 @@ class GemmRecord:
     out: Tensor | None = None
 
 
-_observers: list[tuple[list[GemmRecord], bool]] = []
+@dataclass(eq=False)  # compared by identity: lists of equal records are equal, and tensors in them compare by element
+class _Observer:
+    records: list[GemmRecord]
+    tensors: bool
+
+
+_observers: list[_Observer] = []
 
 
 @contextlib.contextmanager
@@ -44,13 +50,12 @@ def observe(*, tensors: bool = False) -> Iterator[list[GemmRecord]]:
     Args: ``tensors``: keep operands and results as well (they stay alive as long as the list).
     Sync: none. Works in eager and compiled code; a replayed CUDA graph runs no Python and adds nothing.
     """
-    records: list[GemmRecord] = []
-    entry = (records, tensors)
-    _observers.append(entry)
+    observer = _Observer([], tensors)
+    _observers.append(observer)
     try:
-        yield records
+        yield observer.records
     finally:
-        _observers.remove(entry)
+        _observers.remove(observer)
 
 
 def record(
@@ -60,7 +65,7 @@ def record(
     sizes: tuple[int, int, int, int],
     tensors: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
 ) -> None:
-    """Called by the ops; costs one truth test when nobody observes."""
-    for records, keep in _observers:
-        held = tensors if keep else (None, None, None, None)
-        records.append(GemmRecord(op, backend, reason, *sizes, *held))
+    """Called by the ops; costs an empty loop when nobody observes."""
+    for observer in tuple(_observers):  # another thread may end its block meanwhile
+        held = tensors if observer.tensors else (None, None, None, None)
+        observer.records.append(GemmRecord(op, backend, reason, *sizes, *held))

@@ -60,6 +60,8 @@ class MXRecipe:
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"MXRecipe({name}=...) must be one of {_names(choices)}, got {value!r}")
+            # The choice itself: 32.0, True or a member of a str enum are equal to it but print otherwise in the key.
+            object.__setattr__(self, name, choices[choices.index(value)])
         if self.save == "mxfp8" and (self.wgrad == "bf16" or self.activations == "bf16"):
             raise ValueError(
                 f'MXRecipe(save="mxfp8") keeps only the MXFP8 form of x, but wgrad={self.wgrad!r} with '

@@ -75,9 +75,9 @@ class MXTensor:
         return self.scale.view(torch.uint8)
 
     def transpose(self, dim0: int, dim1: int) -> MXTensor:
-        """The same bytes seen with the last two dims exchanged. ``ValueError`` for other dims or a blocked scale."""
+        """The same bytes seen with the last two dims exchanged. ``ValueError`` for other dims."""
         n = self.ndim
-        if {dim0 % n, dim1 % n} != {n - 2, n - 1}:
+        if {d + n if d < 0 else d for d in (dim0, dim1)} != {n - 2, n - 1}:
             raise ValueError(f"MXTensor.transpose exchanges the last two dims only, got ({dim0}, {dim1}) of {n}")
         *lead, m, k = self.shape
         # A blocked scale belongs to the contraction, not to an orientation: the same buffer describes both views.
@@ -102,7 +102,8 @@ class MXTensor:
         return self.transpose(0, 1)
 
     def to(self, device: torch.device | str) -> MXTensor:
-        """A copy on another device; dtypes never change."""
+        """A copy on another device; dtypes never change. ``TypeError`` for anything that names no device."""
+        device = torch.device(device)
         moved = {
             name: value.to(device)
             for name in ("qdata", "scale", "offs", "source_offs")
@@ -155,5 +156,8 @@ def _unflatten(leaves: Any, context: _Context) -> MXTensor:
     block, layout, shape, orig_dtype, k_groups = context
     return MXTensor(qdata, scale, block, layout, shape, orig_dtype, offs, source_offs, k_groups)
 
+
+# torch.load reads what torch.save wrote by its default, weights_only=True
+torch.serialization.add_safe_globals([MXTensor, _rebuild])
 
 pytree.register_pytree_node(MXTensor, _flatten, _unflatten, serialized_type_name="mxmoe.MXTensor")

@@ -63,10 +63,15 @@ def _grad_recipe(recipe: MXRecipe) -> MXRecipe:
     return recipe.replace(elem_dtype=recipe.grad_elem_dtype, weight_block=_BLOCK_1X32)
 
 
-def _pick(device: torch.device, recipe: MXRecipe, n: int, k: int, has_mx: bool) -> tuple[Choice, ModuleType]:
+def _choice(device: torch.device, recipe: MXRecipe, n: int, k: int, has_mx: bool) -> Choice:
     choice = choose(device, recipe, n, k)
     if has_mx and choice.backend in ("native", "triton") and recipe.backend == "auto":
         choice = choose(device, recipe.replace(backend="dequant"), n, k)
+    return choice
+
+
+def _pick(device: torch.device, recipe: MXRecipe, n: int, k: int, has_mx: bool) -> tuple[Choice, ModuleType]:
+    choice = _choice(device, recipe, n, k, has_mx)
     return choice, _engine(choice.backend)
 
 
@@ -317,22 +322,31 @@ class _Flat:
         return self.scale is None and self.data.requires_grad and torch.is_grad_enabled()
 
 
-def _flat(t: Tensor | MXTensor, along: str, name: str) -> _Flat:
-    """``along``: the block that runs along the contraction of this operand ("rowwise": its last dim)."""
+def _flat(t: Tensor | MXTensor, along: str, name: str, k_groups: bool = False) -> _Flat:
+    """``along``: the block that runs along the contraction of this operand ("rowwise": its last dim).
+
+    ``k_groups``: the contraction has groups, so an operand whose blocks restart at them (and are padded) will do.
+    """
     if not isinstance(t, MXTensor):
         return _Flat(t, None, t.shape)
+    if t.k_groups and not k_groups:
+        raise ValueError(
+            f'{name} is quantized in groups along the contraction (block="colwise" with offs), but this GEMM has no '
+            f"groups there: quantize {name} without offs, or with the block along its other dim"
+        )
+    data = t.qdata.detach()  # quantized under grad mode, qdata has a grad_fn that refuses to run
     if t.block == "square":
         scale = plain_scale(t).repeat_interleave(BLOCK, -2 if along == "rowwise" else -1)
         m, k = t.shape[-2:]
         scale = scale[..., :m, :] if along == "rowwise" else scale[..., :k]
-        return _Flat(t.qdata, scale, t.shape)
+        return _Flat(data, scale, t.shape)
     if t.block != along:
         raise ValueError(
             f"{name} is quantized {t.block}, but this GEMM contracts over its "
             f"{'last' if along == 'rowwise' else 'first'} dim and needs blocks along it: "
             f'quantize(..., block="{along}"), or pass a transposed MXTensor'
         )
-    return _Flat(t.qdata, plain_scale(t), t.shape, t.offs if t.k_groups else None)
+    return _Flat(data, plain_scale(t), t.shape, t.offs if t.k_groups else None)
 
 
 def _operand(t: object, name: str) -> Tensor | MXTensor:
@@ -340,7 +354,17 @@ def _operand(t: object, name: str) -> Tensor | MXTensor:
         if t.ndim not in (2, 3):
             raise ValueError(f"{name} must be 2-D or 3-D, got shape {tuple(t.shape)}")
         return t
-    return checks.tensor(t, name, dims=(2, 3))
+    t = checks.tensor(t, name, dims=(2, 3))
+    checks.no_tangent(t, name)
+    return t
+
+
+def _recipe(recipe: MXRecipe | None) -> MXRecipe:
+    if recipe is None:
+        return _DEFAULT
+    if not isinstance(recipe, MXRecipe):
+        raise TypeError(f"recipe must be an mxmoe.MXRecipe, got {type(recipe).__name__}")
+    return recipe
 
 
 def _runnable(device: torch.device, recipe: MXRecipe, n: int, k: int) -> None:
@@ -358,7 +382,7 @@ def _contracts(x: torch.Size, w: torch.Size, x_dim: int, w_dim: int) -> None:
 
 
 def _autocast(t: Tensor | MXTensor) -> Tensor | MXTensor:
-    if isinstance(t, MXTensor) or not torch.is_autocast_enabled(t.device.type):
+    if isinstance(t, MXTensor) or t.is_meta or not torch.is_autocast_enabled(t.device.type):
         return t
     return t.to(torch.get_autocast_dtype(t.device.type))
 
@@ -410,9 +434,7 @@ def grouped_mm(
     Gradient: x, w and bias (fp32 sums per group); each GEMM quantizes from the high-precision tensor along its own
     contraction. Source: ``docs/design.md``; ``torch.nn.functional.grouped_mm``.
     """
-    recipe = _DEFAULT if recipe is None else recipe
-    if not isinstance(recipe, MXRecipe):
-        raise TypeError(f"recipe must be an mxmoe.MXRecipe, got {type(recipe).__name__}")
+    recipe = _recipe(recipe)
     x, w = _autocast(_operand(x, "x")), _autocast(_operand(w, "w"))
     if x.device != w.device:
         raise ValueError(f"x is on {x.device}, w is on {w.device}: both must be on one device")
@@ -487,6 +509,8 @@ def _form_3d_3d(
         )
     groups_, m, k = x.shape
     n = w.shape[2]
+    if groups_ == 0:
+        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)} are empty batches: at least one group is needed")
     if bias is not None:
         bias = checks.bias(bias, groups_, n, x.device)
     _runnable(x.device, recipe, n, k)
@@ -520,8 +544,10 @@ def _form_2d_2d(
                 f"{name} is an MXTensor whose blocks do not restart at the groups of the contraction: "
                 'quantize it with block="colwise" and the same offs'
             )
+        if isinstance(t, MXTensor) and t.source_offs is not None:
+            checks.maybe_debug_equal(t.source_offs, ends, f"the offs that {name} was quantized with,", "offs")
     _runnable(x.device, recipe, x.shape[0], w.shape[1])
-    a, b = _transposed(_flat(x, "rowwise", "x")), _flat(w, "colwise", "w")
+    a, b = _transposed(_flat(x, "rowwise", "x", k_groups=True)), _flat(w, "colwise", "w", k_groups=True)
     padded = a.offs if a.offs is not None else b.offs
     out: Tensor = torch.ops.mxmoe.grouped_mm_k_groups(
         a.data, a.scale, b.data, b.scale, ends, padded, w.shape[0], dtype, recipe.key
@@ -569,10 +595,18 @@ def explain(
     | ``x``, ``w``, ``offs``, ``recipe`` | as in :func:`grouped_mm` | only shapes, dtypes and the device are looked at |
     | returns | :class:`Choice` | ``backend`` and ``reason`` |
 
-    Raises: ``RuntimeError`` if the recipe names a backend that cannot run. Sync: none.
+    Raises: ``TypeError``, ``ValueError`` as :func:`grouped_mm`; ``RuntimeError`` if the recipe names a backend that
+    cannot run. Sync: none.
     """
-    recipe = _DEFAULT if recipe is None else recipe
+    recipe = _recipe(recipe)
     x, w = _operand(x, "x"), _operand(w, "w")
     has_mx = isinstance(x, MXTensor) or isinstance(w, MXTensor)
-    n, k = (x.shape[0], w.shape[1]) if (x.ndim, w.ndim) == (2, 2) else (w.shape[-1], x.shape[-1])
-    return _pick(x.device, recipe, n, k, has_mx)[0]
+    form = (x.ndim, w.ndim)
+    _contracts(x.shape, w.shape, x.ndim - 1, w.ndim - 2)
+    if form == (2, 2):
+        n, k = x.shape[0], w.shape[1]
+    elif form == (3, 2):  # x takes the place of the weights
+        n, k = x.shape[1], x.shape[2]
+    else:
+        n, k = w.shape[2], x.shape[-1]
+    return _choice(x.device, recipe, n, k, has_mx)

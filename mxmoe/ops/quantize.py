@@ -267,7 +267,7 @@ def dequantize(t: MXTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """
     if not isinstance(t, MXTensor):
         raise TypeError(f"t must be an MXTensor (mxmoe.quantize makes one), got {type(t).__name__}")
-    checks.out_dtype(dtype, dtype, "dtype")
+    checks.value_dtype(dtype, "dtype")
     if t.k_groups and t.block == "rowwise":  # a transposed colwise tensor: groups along the columns
         return dequantize(t.mT, dtype).mT.contiguous()
     grouped = t.k_groups
@@ -303,7 +303,7 @@ def fake_quantize(
     Raises, Sync, Empty, Gradient, Source: as for :func:`quantize`.
     """
     offs = _checked(x, offs, elem_dtype, scale_mode, "plain")
-    checks.out_dtype(dtype, dtype, "dtype")
+    checks.value_dtype(dtype, "dtype")
     if checks.block(block) == "square" and offs is not None:
         raise ValueError('block="square" is for weights and takes no offs')
     return torch.ops.mxmoe.fake_quantize(x, block, offs, elem_dtype, scale_mode, dtype)

@@ -13,6 +13,7 @@ from ..recipe import MXRecipe
 
 OPERATIONS: Final = ("fprop", "dgrad", "wgrad")
 _IMPLEMENTED: Final = ("reference", "dequant", "triton", "native")
+_DEVICES: Final = ("cpu", "cuda", "meta")  # meta: shapes only
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,17 @@ def _triton(device: torch.device, recipe: MXRecipe, n: int, k: int) -> str | Non
 
 def _dequant(device: torch.device, recipe: MXRecipe, n: int, k: int) -> str | None:
     """Why ``dequant`` cannot run; None if it can."""
+    if device.type not in _DEVICES:
+        return _reference(device, recipe, n, k)
     if device.type == "cuda" and torch.version.hip is None and devices.capability(device) < (8, 0):
         return f"needs bf16 tensor cores (sm_80); this tensor is on {devices.name(device)}"
     return None
 
 
 def _reference(device: torch.device, recipe: MXRecipe, n: int, k: int) -> str | None:
+    """Why ``reference`` cannot run; None if it can."""
+    if device.type not in _DEVICES:
+        return f"runs on cpu and cuda; this tensor is on {devices.name(device)}"
     return None
 
 
@@ -83,6 +89,9 @@ def choose(device: torch.device, recipe: MXRecipe, n: int, k: int) -> Choice:
         dequant = availability("dequant", device, recipe, n, k)
         if dequant.available:
             return Choice("dequant", f"auto: native {native.reason}")
+        reference = availability("reference", device, recipe, n, k)
+        if not reference.available:
+            raise RuntimeError(f"every backend {reference.reason}")
         return Choice("reference", f"auto: dequant {dequant.reason}")
     choice = availability(recipe.backend, device, recipe, n, k)
     if not choice.available:
@@ -110,12 +119,14 @@ def backends(device: torch.device | str | None = None) -> BackendTable:
     | ``device`` | torch.device, str, None | None: the current GPU if there is one, else the CPU |
     | returns | list of (backend, operation, available, reason) | prints as a table |
 
-    Raises: ``RuntimeError`` for a device string torch does not know. Sync: none.
+    Raises: ``RuntimeError`` for a device string torch does not know or a GPU that is not here. Sync: none.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch.device(device)
-    if where.type == "cuda" and where.index is None and torch.cuda.is_available():
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise RuntimeError(f"there is no device {where} on this machine: torch sees {torch.cuda.device_count()} GPUs")
+    if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     table = BackendTable()
     for backend in _IMPLEMENTED:
