@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .formats import SCALE_DTYPE
+from . import shapes
+from .formats import ELEM_FORMATS, SCALE_DTYPE
 
 _TRANSPOSED_BLOCK = {"rowwise": "colwise", "colwise": "rowwise", "square": "square"}
 
@@ -121,6 +122,32 @@ class MXTensor:
         groups = "" if self.offs is None else f", groups={self.offs.numel()}"
         elem = str(self.elem_dtype).removeprefix("torch.")
         return f"MXTensor({tuple(self.shape)}, {elem}, {self.block}, {self.layout}{groups}, device={self.device})"
+
+
+def check(t: MXTensor, name: str) -> MXTensor:
+    """Refuse an MXTensor, made by hand, whose parts do not belong together: kernels read by these shapes.
+
+    The shape of a blocked scale is checked where it is expanded.
+    """
+    if torch.compiler.is_compiling():
+        return t
+    if t.qdata.dtype not in ELEM_FORMATS or t.scale.dtype != SCALE_DTYPE:
+        raise TypeError(
+            f"{name} must hold fp8 values and {SCALE_DTYPE} scales, got {t.qdata.dtype} and {t.scale.dtype}"
+        )
+    values = list(t.shape)
+    if t.k_groups:
+        if t.offs is None or t.source_offs is None or t.offs.shape != t.source_offs.shape:
+            raise ValueError(f"{name} has k_groups=True and needs as many ends in offs as in source_offs")
+        along = -2 if t.block == "colwise" else -1
+        values[along] = shapes.padded_rows(values[along], t.offs.shape[0])
+    if t.qdata.shape != tuple(values):
+        raise ValueError(f"{name}.qdata must have shape {tuple(values)}, got {tuple(t.qdata.shape)}")
+    if t.layout == "plain":
+        scales = {"rowwise": shapes.rowwise, "colwise": shapes.colwise, "square": shapes.square}[t.block](values)[1]
+        if t.scale.shape != scales:
+            raise ValueError(f"{name}.scale must have shape {scales}, {t.block}, got {tuple(t.scale.shape)}")
+    return t
 
 
 def _rebuild(fields: dict[str, Any], elem_dtype: torch.dtype) -> MXTensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import enum
 import io
 import threading
@@ -122,6 +123,29 @@ def test_mxtensor_refuses_what_it_is_not():
         with pytest.raises(ValueError, match="last two dims"):
             t.transpose(*dims)
     assert t.transpose(-1, 0).block == "colwise"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"scale": torch.zeros(10, 2, dtype=torch.uint8).view(torch.float8_e8m0fnu)},
+            r"scale must have shape \(96, 2\)",
+        ),
+        ({"shape": torch.Size([95, 64])}, r"qdata must have shape \(95, 64\)"),
+        ({"k_groups": True}, "needs as many ends"),
+        ({"scale": torch.zeros(96, 2, dtype=torch.uint8)}, "got torch.float8_e4m3fn and torch.uint8"),
+    ],
+)
+def test_parts_that_do_not_belong_together(changes, message):
+    """Kernels would read beyond the end of the smaller part."""
+    t = dataclasses.replace(mxmoe.quantize(torch.zeros(96, 64)), **changes)
+    for run in (
+        lambda: mxmoe.dequantize(t),
+        lambda: mxmoe.grouped_mm(t, torch.zeros(1, 64, 8), ends([96], "cpu")),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            run()
 
 
 def test_debug_mode_compares_the_ends_of_quantized_operands(monkeypatch):

@@ -24,7 +24,7 @@ from .. import checks, groups, shapes
 from ..formats import BLOCK
 from ..observe import record
 from ..recipe import MXRecipe
-from ..tensor import MXTensor, make
+from ..tensor import MXTensor, check, make
 from ._impl import impl
 from .engines import dequant
 from .quantize import plain_scale
@@ -353,7 +353,7 @@ def _operand(t: object, name: str) -> Tensor | MXTensor:
     if isinstance(t, MXTensor):
         if t.ndim not in (2, 3):
             raise ValueError(f"{name} must be 2-D or 3-D, got shape {tuple(t.shape)}")
-        return t
+        return check(t, name)
     t = checks.tensor(t, name, dims=(2, 3))
     checks.no_tangent(t, name)
     return t

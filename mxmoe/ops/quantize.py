@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import checks, shapes
 from ..formats import BLOCK
-from ..tensor import MXTensor, make
+from ..tensor import MXTensor, check, make
 from ._impl import cpu, register_cuda
 from .blocked import from_blocked, from_blocked_experts, from_blocked_k_groups, from_blocked_m_groups
 
@@ -268,6 +268,7 @@ def dequantize(t: MXTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     if not isinstance(t, MXTensor):
         raise TypeError(f"t must be an MXTensor (mxmoe.quantize makes one), got {type(t).__name__}")
     checks.value_dtype(dtype, "dtype")
+    check(t, "t")
     if t.k_groups and t.block == "rowwise":  # a transposed colwise tensor: groups along the columns
         return dequantize(t.mT, dtype).mT.contiguous()
     grouped = t.k_groups
