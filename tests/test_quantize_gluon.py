@@ -145,6 +145,19 @@ def test_special_values(form, elem, mode, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4112, 4104), (16384, 1024)])
+def test_plain_scales_by_way_of_blocked(shape):
+    """Large matrices write their plain scales in two launches: the same bytes."""
+    x = scaled_randn(*shape)
+    assert x.numel() >= gluon_both.PLAIN_BY_WAY_OF_BLOCKED
+    with poisoned():
+        got = gluon_both.quantize_both(x, None, False, E4M3, "rceil")
+    for i, (a, b) in enumerate(zip(got, reference.quantize_both(x, None, False, E4M3, "rceil"), strict=True)):
+        assert_bitwise(a, b, f"output {i}")
+        assert a.stride() == b.stride()
+
+
+@pytest.mark.gpu
 @layouts
 @forms
 def test_strided(form, blocked):
