@@ -17,6 +17,7 @@ from .recipe import MXRecipe
 def _m_groups_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, x_scale, w, w_scale, offs, bias, _, recipe, keep = inputs
     _, kept_q, kept_scale, kept_offs = output
+    ctx.set_materialize_grads(False)  # or every backward fills a gradient of kept_q's size with zeros
     need_x, need_w = ctx.needs_input_grad[0] and x_scale is None, ctx.needs_input_grad[2] and w_scale is None
     form = _ops.kept_form(MXRecipe.from_key(recipe), x.device, w.shape[1], w.shape[2]) if keep else "x"
     held_x = x if need_w and form == "x" else None
@@ -31,7 +32,9 @@ def _m_groups_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     )
 
 
-def _m_groups_backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _m_groups_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 9
     x, w, w_scale, offs, kept_q, kept_scale, kept_offs = ctx.saved_tensors
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
     dx, dw, dbias = torch.ops.mxmoe.grouped_mm_m_groups_backward(

@@ -652,3 +652,14 @@ def test_long_contraction_does_not_drift():
     for backend in BACKENDS:
         out = mxmoe.grouped_mm(x, w.mT, ends([32]), recipe=MXRecipe(backend=backend))
         assert (out == 8192).all()
+
+
+def test_backward_makes_no_zeros_for_what_forward_kept():
+    """The op returns what it keeps; autograd would fill a gradient of that size with zeros in every backward."""
+    m, k = 96, 160
+    x, w = scaled_randn(m, k).requires_grad_(), scaled_randn(2, 32, k).requires_grad_()
+    out = mxmoe.grouped_mm(x, w.mT, ends([40, 56]))
+    with torch.profiler.profile(record_shapes=True) as run:
+        out.backward(torch.ones_like(out))
+    filled = [e.input_shapes[0] for e in run.events() if e.name in ("aten::zero_", "aten::fill_") and e.input_shapes]
+    assert [m, 2 * k] not in filled, "a gradient for the bytes that forward kept"

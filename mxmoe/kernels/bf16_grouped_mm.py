@@ -266,6 +266,10 @@ def _bf16_mm_k_groups_kernel(
 #                               dgrad      1.093        1.116 | 1.124 | 1.115          1.114        1.167
 #                               wgrad      1.074        1.151 | 1.144 | 1.153          1.082        1.298
 #
+# The rule below, same day, another hot run: fprop, dgrad, wgrad 1.17, 1.09, 1.09 | 1.03, 1.06, 1.02 | 1.07, 1.06, 1.04 |
+# 1.16, 1.15, 1.18 in the order of the table (dense: 1.16, 1.09, 1.09 | 1.00, 1.03, 0.96 | 1.05, 1.05, 1.11 | 1.22, 1.18,
+# 1.32).
+#
 # Lost against wide on a cool chip, 12 GEMMs: 256 x 128 (-7 to -26 %, median -15 %); nested loops instead of one flat
 # loop (-10 to +1 %, median -2 %), with pointer stores as well (-14 to -2 %); bands of 32 (-6 to +2 %, median -3 %).
 # Three stages and a whole output tile: no difference.
@@ -322,6 +326,10 @@ def bf16_mm_m_groups(
     """Launch. ``a (M, K)``, ``b (G, N, K)`` with one of its last two dims contiguous, ``offs (G,)`` -> ``(M, N)``."""
     m, k = a.shape
     g, n, _ = b.shape
+    if config is None and m > LARGE_GROUP * g and _gluon(a, b, bias, out_dtype):
+        from . import gluon_grouped_mm as gluon
+
+        return gluon.gluon_mm_m_groups(a, b, offs)
     out = a.new_empty((m, n), dtype=out_dtype)
     if out.numel() == 0:
         return out
@@ -329,10 +337,6 @@ def bf16_mm_m_groups(
         return out.zero_()
     if a.stride(-1) != 1:
         a = a.contiguous()
-    if config is None and m > LARGE_GROUP * g and _gluon(a, b, bias, out_dtype):
-        from . import gluon_grouped_mm as gluon
-
-        return gluon.gluon_mm_m_groups(a, b, offs)
     b_rows = b.stride(-1) != 1
     if b_rows and b.stride(-2) != 1:
         b, b_rows = b.contiguous(), False
@@ -381,6 +385,10 @@ def bf16_mm_k_groups(
     m, n = a.shape
     k = b.size(1)
     g = offs.numel()
+    if config is None and g > 0 and n * k >= LARGE_SLICE and _gluon(a, b, None, out_dtype):
+        from . import gluon_grouped_mm as gluon
+
+        return gluon.gluon_mm_k_groups(a, b, offs)
     out = a.new_empty((g, n, k), dtype=out_dtype)
     if out.numel() == 0:
         return out
@@ -388,10 +396,6 @@ def bf16_mm_k_groups(
         return out.zero_()
     a = a if a.stride(-1) == 1 else a.contiguous()
     b = b if b.stride(-1) == 1 else b.contiguous()
-    if config is None and n * k >= LARGE_SLICE and _gluon(a, b, None, out_dtype):
-        from . import gluon_grouped_mm as gluon
-
-        return gluon.gluon_mm_k_groups(a, b, offs)
     tma = tma_ready(a, b)
     c = config or _config(_k_groups_best(m, n, k, g), a.device, tma, out_dtype)
     tma_out = tma and c.tma_out and tma_ready(out)
