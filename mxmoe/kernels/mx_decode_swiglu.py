@@ -31,14 +31,14 @@ def _mx_decode_swiglu_kernel(
     out_ptr,  # (M, I)
     q_ptr,  # (G, 2I, K) e4m3 or e5m2: gate rows, then up rows
     s_ptr,  # (G, 2I, ceil(K/32)) uint8
-    p_ptr,  # (G, ceil(K/128), 2I, 4) uint8, if PACKED
+    p_ptr,  # (G, ceil(K/128), 2I up to a multiple of 32, 4) uint8, if PACKED
     top_ptr,  # (G, 2I) uint8, if PACKED
     x16_ptr,  # (M, K) fp16, if PACKED
     xb_ptr,  # (M, K) bf16
     q_desc,  # (G * 2I, K) as boxes (BN, BK), if TMA_Q
     x_desc,  # (M, K) fp16 as boxes (BT, BK), if TMA_X
     exp_ptr,  # (M,) int32, if PACKED
-    tiles_ptr,  # (token tiles, 3) int32
+    tiles_ptr,  # (bound + 1, 3) int32
     weight_ptr,  # (T * k,) routing weights, if WEIGHTED
     order_ptr,  # (M,) int32: slot of every row, if WEIGHTED
     M,
@@ -129,7 +129,7 @@ def mx_decode_swiglu(
     c = config or choose_config(m, g, k, a.device, packed is not None)
     rows = prepare_rows(a, a_scale, index, top_k, offs, packed is not None, quantize, out, True, c)
     arguments, constants = operands(b_q, b_scale, packed, rows, c)
-    _mx_decode_swiglu_kernel[(triton.cdiv(n // 2, c.rows), rows.tiles.shape[0])](
+    _mx_decode_swiglu_kernel[(triton.cdiv(n // 2, c.rows), rows.tiles.shape[0] - 1)](
         out,
         *arguments,
         weights if weights is not None else offs,
