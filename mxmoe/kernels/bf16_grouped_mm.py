@@ -266,8 +266,8 @@ def _bf16_mm_k_groups_kernel(
 #                               dgrad      1.093        1.116 | 1.124 | 1.115          1.114        1.167
 #                               wgrad      1.074        1.151 | 1.144 | 1.153          1.082        1.298
 #
-# The rule below, same day, another hot run: fprop, dgrad, wgrad 1.17, 1.09, 1.09 | 1.03, 1.06, 1.02 | 1.07, 1.06, 1.04 |
-# 1.16, 1.15, 1.18 in the order of the table (dense: 1.16, 1.09, 1.09 | 1.00, 1.03, 0.96 | 1.05, 1.05, 1.11 | 1.22, 1.18,
+# The rule below in another hot run of that day, rows in the same order (dense in parentheses): 1.17, 1.09, 1.09 (1.16,
+# 1.09, 1.09); 1.03, 1.06, 1.02 (1.00, 1.03, 0.96); 1.07, 1.06, 1.04 (1.05, 1.05, 1.11); 1.16, 1.15, 1.18 (1.22, 1.18,
 # 1.32).
 #
 # Lost against wide on a cool chip, 12 GEMMs: 256 x 128 (-7 to -26 %, median -15 %); nested loops instead of one flat
