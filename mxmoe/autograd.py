@@ -23,7 +23,7 @@ def _m_groups_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     held_x = x if need_w and form == "x" else None
     held = {"x": (None, None, None), "values": (kept_q, None, None), "bytes": (kept_q, kept_scale, kept_offs)}[form]
     ctx.kept_dtype = value_dtype(x) if form == "values" else None
-    ctx.save_for_backward(held_x, w, w_scale, offs, *held)
+    ctx.save_for_backward(held_x, x_scale if need_w else None, w, w_scale, offs, *held)
     ctx.recipe = recipe
     ctx.dtypes = (
         x.dtype if need_x else None,
@@ -35,11 +35,12 @@ def _m_groups_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 def _m_groups_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 9
-    x, w, w_scale, offs, kept_q, kept_scale, kept_offs = ctx.saved_tensors
+    x, x_scale, w, w_scale, offs, kept_q, kept_scale, kept_offs = ctx.saved_tensors
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
     dx, dw, dbias = torch.ops.mxmoe.grouped_mm_m_groups_backward(
         grad,
         x,
+        x_scale,
         w,
         w_scale,
         offs,

@@ -395,6 +395,20 @@ def test_frozen_quantized_weights_pass_the_gradient_on():
     check_product(x.grad, [(slice(s, e), g_row[s:e], w_row[g]) for g, s, e in spans([33, 63])], "dgrad")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
+def test_quantized_activations_train_the_weights(backend, wgrad):
+    """dW of an MXTensor x: its values as they are, times the gradient."""
+    sizes = [33, 0, 50]
+    offs = ends(sizes)
+    x, w, grad = scaled_randn(96, 64), scaled_randn(3, 32, 64, seed=1).requires_grad_(), scaled_randn(96, 32, seed=2)
+    t = mxmoe.quantize(x)
+    mxmoe.grouped_mm(t, w.mT, offs, recipe=MXRecipe(backend=backend, wgrad=wgrad)).backward(grad)
+    values = mxmoe.dequantize(t, torch.float32)
+    g = fq(grad, "colwise", offs) if wgrad == "mxfp8" else grad.float()
+    check_product(w.grad, [(i, g[s:e].T, values[s:e]) for i, s, e in spans(sizes)], "wgrad")
+
+
 def test_wrong_block_is_refused():
     offs = ends([32, 32])
     x, w = scaled_randn(64, 64), scaled_randn(2, 32, 64)

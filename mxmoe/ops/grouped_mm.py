@@ -151,6 +151,7 @@ def _(x, x_scale, w, w_scale, offs, bias, out_dtype, recipe, keep):  # type: ign
 def _m_groups_backward(
     grad: Tensor,
     x: Tensor | None,
+    x_scale: Tensor | None,
     w: Tensor,
     w_scale: Tensor | None,
     offs: Tensor,
@@ -167,7 +168,7 @@ def _m_groups_backward(
     r = MXRecipe.from_key(recipe)
     n, k = w.shape[1:]
     sizes = (grad.shape[0], n, k, offs.shape[0])
-    choice, engine = _pick(grad.device, r, n, k, w_scale is not None)
+    choice, engine = _pick(grad.device, r, n, k, x_scale is not None or w_scale is not None)
     quantized = r.activations == "mxfp8"
     wgrad_mx = quantized and r.wgrad == "mxfp8"
     grad_rows = grad_cols = None
@@ -191,9 +192,16 @@ def _m_groups_backward(
         record("dgrad", *_why(choice), sizes, (grad, w, offs, dx))
     if w_dtype is not None:
         wgrad_engine = engine
-        if not wgrad_mx and choice.backend in ("native", "triton"):
-            wgrad_engine = _engine("dequant")
-        if not wgrad_mx:
+        if (not wgrad_mx or x_scale is not None) and choice.backend in ("native", "triton"):
+            wgrad_engine, grad_cols = _engine("dequant"), None
+        if x_scale is not None:  # the rounded activations are all there is
+            assert x is not None
+            x_cols = wgrad_engine.expand(_mx(x, x_scale, "rowwise", x.shape[0]))
+            if not wgrad_mx:
+                grad_cols = _high_rows(grad)
+            elif grad_cols is None:
+                grad_cols = wgrad_engine.cols_operand(grad, offs, r.grad_elem_dtype, r)
+        elif not wgrad_mx:
             assert x is not None
             grad_cols, x_cols = _high_rows(grad), _high_rows(x)
         elif kept_q is not None and kept_scale is None:
@@ -217,7 +225,9 @@ def _m_groups_backward(
 
 
 @_m_groups_backward.register_fake
-def _(grad, x, w, w_scale, offs, kept_q, kept_scale, kept_offs, kept_dtype, recipe, x_dtype, w_dtype, bias_dtype):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    grad, x, x_scale, w, w_scale, offs, kept_q, kept_scale, kept_offs, kept_dtype, recipe, x_dtype, w_dtype, bias_dtype
+):
     n, k = w.shape[1:]
     dx = grad.new_empty(0) if x_dtype is None else grad.new_empty((grad.shape[0], k), dtype=x_dtype)
     dbias = grad.new_empty(0) if bias_dtype is None else grad.new_empty((offs.shape[0], n), dtype=bias_dtype)
