@@ -4,7 +4,8 @@
 
 "copy" is ``y.copy_(x)`` of the same x in the same run. The share of an op is its bytes, read and written once, per
 second, over the same of the copy: 1.0 means the op runs at the speed at which this GPU copies. Every kernel of ours is
-compared byte by byte with the reference before it is timed. Times: CUDA-graph replay, cold L2 (the copy too).
+compared byte by byte with the reference before it is timed. Times: CUDA-graph replay, cold L2; every op takes turns
+with the copy, replay by replay.
 
 The last table is the cast of a square bf16 matrix across dim 0 and dim 1, MXFP8, 32 x 1: speed-up over torch.compile.
 ("dim0": blocks along the last dim, our rowwise; "dim1": blocks along the rows, result transposed, our colwise.)
@@ -21,7 +22,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import torch
-from _harness import Writer, env_line, markdown, progress, require_gpu, time_graph
+from _harness import Writer, env_line, markdown, progress, require_gpu, time_graph, time_graphs
 from torch import Tensor
 
 KIND = "quantize"
@@ -178,15 +179,21 @@ class Bench:
         self.x = data(shape)
         self.timing = {"budget_ms": 3.0, "replays": 11 if quick else 25}
         y = torch.empty_like(self.x)
-        self.copy = time_graph(lambda t: y.copy_(t), self.x, **self.timing)
-        self.rate = 4 * self.x.numel() / self.copy.median
-        self._row("copy", "copy", self.copy, 4.0)
+        self.copy = (lambda t: y.copy_(t)), (self.x,)
+        alone = time_graphs({"copy": self.copy}, **self.timing)["copy"]
+        self._row("copy", "copy", {"it": alone, "copy": alone}, 4.0)
 
-    def _row(self, op: str, version: str, t: Any, per_element: float, **more: Any) -> None:
+    def _beside_copy(self, fn: Callable[..., Any], *inputs: torch.Tensor) -> dict[str, Any]:
+        """Cold times of ``fn`` and of the copy, taking turns: the chip slows as it heats."""
+        return time_graphs({"it": (fn, inputs), "copy": self.copy}, **self.timing)
+
+    def _row(self, op: str, version: str, times: dict[str, Any], per_element: float, **more: Any) -> None:
+        t, copy = times["it"], times["copy"]
         moved = per_element * self.x.numel()
         row = {"op": op, "version": version, "shape": list(self.shape), "groups": more.pop("groups", 0)}
         row |= {"us": t.median, "p20": t.p20, "p80": t.p80, "tb_per_s": moved / t.median / 1e6}
-        self.writer.row(**row, share=moved / t.median / self.rate, **more)
+        share = moved / t.median / (4 * self.x.numel() / copy.median)
+        self.writer.row(**row, copy_us=copy.median, share=share, **more)
 
     def ours(self, op: str, groups: int = 0) -> None:
         """One kernel of ours: bytes first, then time."""
@@ -197,7 +204,7 @@ class Bench:
             if not same_bytes(a, b):
                 raise AssertionError(f"{op} {self.shape} groups {groups}: result {i} differs from the reference")
         del actual, expected
-        cold = time_graph(kernel, *inputs, **self.timing)
+        cold = self._beside_copy(kernel, *inputs)
         more = {}
         if self.x.numel() < 2**22:  # fits the L2: what a replay with data in it takes
             more["warm_us"] = time_graph(kernel, *inputs, cold=False, **self.timing).median
@@ -214,7 +221,7 @@ class Bench:
                 for i, (a, b) in enumerate(zip(result, mine, strict=False))
             )
             del result, mine
-            t = time_graph(fn, self.x, **self.timing)
+            t = self._beside_copy(fn, self.x)
             self._row(op, version, t, BOTH if op == "both" else ONE, same_bytes=same)
         except Exception as error:
             torch.cuda.synchronize()

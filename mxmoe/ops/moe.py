@@ -183,7 +183,7 @@ class _Layer:
     def record(self, op: str, sizes: tuple[int, int, int, int], tensors: Callable[[], _Held]) -> None:
         """Tell observers of a GEMM. ``tensors``: a, b, offs, out in high precision, made only if one keeps them."""
         if _observers:
-            held = tensors() if any(keep for _, keep in _observers) else (None, None, None, None)
+            held = tensors() if any(o.tensors for o in _observers) else (None, None, None, None)
             _record(op, self.choice.backend, self.choice.reason, sizes, held)
 
 
