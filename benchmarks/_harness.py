@@ -154,7 +154,7 @@ def time_graphs(
     budget_ms: float = 3.0,
     replays: int = 25,
 ) -> dict[str, Timing]:
-    """Time several ``(fn, inputs)`` as :func:`time_graph` does, taking turns: a drift of the clocks meets all of them."""
+    """Time several ``(fn, inputs)`` as :func:`time_graph` does, taking turns: clocks drift for all of them alike."""
     graphs = {name: _capture(fn, inputs, cold, budget_ms) for name, (fn, inputs) in calls.items()}
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     samples: dict[str, list[float]] = {name: [] for name in graphs}

@@ -34,7 +34,8 @@ from ._tiles import SF_TILE, tile_byte
 
 # (BLOCK_M, BLOCK_K, STEPS, num_warps); BLOCK_K a multiple of 128: a tile holds whole columns of blocked tiles.
 TILE = (8, 512, 1, 4)
-TILE_GROUPS = (32, 256, 1, 4)  # blocked scales of M groups: 0.98 of a copy with 128 groups (8 x 512: 0.89)
+TILE_GROUPS = (8, 256, 4, 2)  # blocked scales of M groups, 128 groups: 0.97 of a copy at (131072, 7168) (8 x 512: 0.89;
+# 32 x 256: 0.98), 0.84 at (16384, 5120), where groups fill their tiles of 128 rows by half (32 x 256: 0.69).
 
 
 @triton.jit(do_not_specialize=["B", "M", "G", "units"])
