@@ -225,11 +225,12 @@ def test_gate_up_swiglu(pack):
         gate, up = grouped_mm.mm_m_groups(rows, values, offs, None, compute, torch.float32).float().chunk(2, -1)
         return (silu(gate) * up * weights.reshape(-1)[order.long()][:, None]).to(dtype)
 
+    exact, in_bf16 = expected(torch.float32, torch.float32), expected(torch.bfloat16, torch.bfloat16)
     facts = packed(q, s) if pack else None
     x, q, s, order, offs, weights = (t.to(DEVICE) for t in (x, q, s, order, offs, weights))
     with cases.poisoned():
         out = mx_decode_swiglu(x, None, order, top_k, q, s, facts, offs, weights, order, torch.bfloat16, config=SMALL)
-    cases.assert_accumulation(out, expected(torch.float32, torch.float32), expected(torch.bfloat16, torch.bfloat16))
+    cases.assert_accumulation(out, exact, in_bf16)
     assert not out[13:].any()
 
 
