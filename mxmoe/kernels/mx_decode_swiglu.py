@@ -7,7 +7,7 @@
       | BN x BK tile |  up rows I + i        read twice, mostly from L2
       +--------------+
 
-Grid     (token tiles, tiles of I); token tiles as in ``mx_decode.py``.
+Grid     (tiles of I, token tiles) as in ``mx_decode.py``.
 Writes   every element of out once: rows beyond offs[-1] are zeros, written by ``_rows_kernel``.
 Traffic  1 + 1/32 bytes per weight, once per BT tokens; the (M, 2I) intermediate never exists.
 Index    int64 for group, row and token bases.
@@ -31,14 +31,14 @@ def _mx_decode_swiglu_kernel(
     out_ptr,  # (M, I)
     q_ptr,  # (G, 2I, K) e4m3 or e5m2: gate rows, then up rows
     s_ptr,  # (G, 2I, ceil(K/32)) uint8
-    p_ptr,  # (G, ceil(K/128), 2I up to a multiple of 32, 4) uint8, if PACKED
+    p_ptr,  # (G, ceil(K/128), 2I, 4) uint8, if PACKED
     top_ptr,  # (G, 2I) uint8, if PACKED
     x16_ptr,  # (M, K) fp16, if PACKED
     xb_ptr,  # (M, K) bf16
     q_desc,  # (G * 2I, K) as boxes (BN, BK), if TMA_Q
     x_desc,  # (M, K) fp16 as boxes (BT, BK), if TMA_X
     exp_ptr,  # (M,) int32, if PACKED
-    tiles_ptr,  # (bound + 1, 3) int32
+    tiles_ptr,  # (token tiles, 3) int32
     weight_ptr,  # (T * k,) routing weights, if WEIGHTED
     order_ptr,  # (M,) int32: slot of every row, if WEIGHTED
     M,
@@ -56,15 +56,12 @@ def _mx_decode_swiglu_kernel(
     TMA_X: tl.constexpr,
     PERM: tl.constexpr,
     PDL: tl.constexpr,
-    N_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     # 1. Which tokens, which columns.
     if PDL:
         gdc_wait()
-    tile_id = tl.program_id(1 if N_FIRST else 0)
-    n_id = tl.program_id(0 if N_FIRST else 1)
-    tile = tiles_ptr + tile_id * 3
+    tile = tiles_ptr + tl.program_id(1) * 3
     g = tl.load(tile)
     t0 = tl.load(tile + 1)
     end = tl.load(tile + 2)
@@ -73,9 +70,9 @@ def _mx_decode_swiglu_kernel(
 
     # 2. Coordinates.
     I = N // 2  # noqa: E741
-    i = n_id * BN + tl.arange(0, BN)
+    i = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.minimum(i, I - 1)
-    r0 = g * N + n_id * BN
+    r0 = g * N + tl.program_id(0) * BN
 
     # 3. Two products. One after the other: both at once would need the registers of two pipelines.
     gate = tile_product(
@@ -129,7 +126,7 @@ def mx_decode_swiglu(
     c = config or choose_config(m, g, k, a.device, packed is not None)
     rows = prepare_rows(a, a_scale, index, top_k, offs, packed is not None, quantize, out, True, c)
     arguments, constants = operands(b_q, b_scale, packed, rows, c)
-    _mx_decode_swiglu_kernel[(triton.cdiv(n // 2, c.rows), rows.tiles.shape[0] - 1)](
+    _mx_decode_swiglu_kernel[(triton.cdiv(n // 2, c.rows), rows.tiles.shape[0])](
         out,
         *arguments,
         weights if weights is not None else offs,

@@ -27,7 +27,7 @@ def pack_weight(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     |---|---|---|
     | ``qdata`` | ``(G, N, K)`` | e4m3, e5m2 |
     | ``scale`` | ``(G, N, ceil(K/32))`` | uint8 |
-    | returns: packed | ``(G, ceil(K/128), 32*ceil(N/32), 4)`` | uint8: high byte of the fp16 2**e |
+    | returns: packed | ``(G, ceil(K/128), N, 4)`` | uint8: high byte of the fp16 2**e |
     | returns: top | ``(G, N)`` | uint8: largest scale byte among non-zero blocks; 255: the row is not exact |
 
     A block of zeros has no exponent and fits anywhere. A NaN (element or scale) makes its row inexact: such rows are
@@ -36,7 +36,7 @@ def pack_weight(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     low, high = WINDOW[qdata.dtype]
     experts, n, k = qdata.shape
     words = shapes.cdiv(k, 4 * BLOCK)
-    packed = scale.new_zeros((experts, words, shapes.round_up(n, BLOCK), 4))
+    packed = scale.new_zeros((experts, words, n, 4))
     top = scale.new_empty((experts, n))
     for g in range(experts):
         blocks = torch.nn.functional.pad(qdata[g].view(torch.uint8), (0, -k % BLOCK)).unflatten(-1, (-1, BLOCK))
@@ -53,7 +53,7 @@ def pack_weight(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         e = e.clamp(min=low)
         field = torch.where(e == -15, 2, (e + 15) << 2)  # 2**-15 is a subnormal
         field = torch.nn.functional.pad(field.to(torch.uint8), (0, 4 * words - field.shape[-1]))
-        packed[g, :, :n] = field.unflatten(-1, (words, 4)).transpose(0, 1)
+        packed[g] = field.unflatten(-1, (words, 4)).transpose(0, 1)
     return packed, top
 
 
