@@ -15,15 +15,17 @@ from .recipe import MXRecipe
 
 
 def _m_groups_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, x_scale, w, w_scale, offs, bias, _, recipe, keep = inputs
-    _, kept_q, kept_scale, kept_offs = output
+    x, x_scale, w, w_scale, offs, bias, _, recipe, keep_x, keep_w = inputs
+    _, kept_q, kept_scale, kept_offs, *kept_w = output
     ctx.set_materialize_grads(False)  # or every backward fills a gradient of kept_q's size with zeros
     need_x, need_w = ctx.needs_input_grad[0] and x_scale is None, ctx.needs_input_grad[2] and w_scale is None
-    form = _ops.kept_form(MXRecipe.from_key(recipe), x.device, w.shape[1], w.shape[2]) if keep else "x"
+    r, (n, k) = MXRecipe.from_key(recipe), w.shape[1:]
+    form = _ops.kept_form(r, x.device, n, k) if keep_x else "x"
     held_x = x if need_w and form == "x" else None
     held = {"x": (None, None, None), "values": (kept_q, None, None), "bytes": (kept_q, kept_scale, kept_offs)}[form]
     ctx.kept_dtype = value_dtype(x) if form == "values" else None
-    ctx.save_for_backward(held_x, x_scale if need_w else None, w, w_scale, offs, *held)
+    held_w = kept_w if need_x and keep_w and _ops.keeps_weight(r, x.device, n, k) else (None, None)
+    ctx.save_for_backward(held_x, x_scale if need_w else None, w, w_scale, offs, *held, *held_w)
     ctx.recipe = recipe
     ctx.dtypes = (
         x.dtype if need_x else None,
@@ -34,8 +36,8 @@ def _m_groups_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 
 def _m_groups_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 9
-    x, x_scale, w, w_scale, offs, kept_q, kept_scale, kept_offs = ctx.saved_tensors
+        return (None,) * 10
+    x, x_scale, w, w_scale, offs, kept_q, kept_scale, kept_offs, kept_w, kept_w_scale = ctx.saved_tensors
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
     dx, dw, dbias = torch.ops.mxmoe.grouped_mm_m_groups_backward(
         grad,
@@ -48,6 +50,8 @@ def _m_groups_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tupl
         kept_scale,
         kept_offs,
         ctx.kept_dtype,
+        kept_w,
+        kept_w_scale,
         ctx.recipe,
         x_dtype,
         w_dtype,
@@ -60,9 +64,7 @@ def _m_groups_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tupl
         None,
         None,
         dbias if bias_dtype is not None else None,
-        None,
-        None,
-        None,
+        *(None,) * 4,
     )
 
 

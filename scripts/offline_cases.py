@@ -64,6 +64,7 @@ CASES = {
     "quantize_square": [
         Case("row-major", lambda: quantize_square.quantize_square(_x(3, 128, 1024), False, E4M3, MODE)),
         Case("column-major", lambda: quantize_square.quantize_square(_x(3, 128, 1024), True, E4M3, MODE)),
+        Case("both", lambda: quantize_square.quantize_square_both(_x(3, 128, 1024), E4M3, MODE)),
     ],
     "dequantize": [
         Case("rows", lambda: dequantize.dequantize(_q(192, 1024), _u8(192, 32), "rowwise", None, None, 192, BF16)),

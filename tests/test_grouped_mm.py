@@ -499,10 +499,10 @@ def test_opcheck_m_groups(m_g_k_n, recipe):
     x, w = scaled_randn(m, k).requires_grad_(), scaled_randn(g, n, k).requires_grad_()
     bias = torch.randn(g, n, device=DEVICE, requires_grad=True)
     offs = ends(sizes)
-    args = (x, None, w, None, offs, bias, torch.bfloat16, recipe.key, recipe.save == "mxfp8")
+    args = (x, None, w, None, offs, bias, torch.bfloat16, recipe.key, recipe.save == "mxfp8", False)
     torch.library.opcheck(torch.ops.mxmoe.grouped_mm_m_groups.default, args)
     stored = scaled_randn(g, k, n).requires_grad_()
-    args = (x, None, stored.mT, None, offs, bias, torch.bfloat16, recipe.key, False)
+    args = (x, None, stored.mT, None, offs, bias, torch.bfloat16, recipe.key, False, False)
     torch.library.opcheck(torch.ops.mxmoe.grouped_mm_m_groups.default, args)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from cases import E4M3, GROUP_CASES, assert_bitwise, ends, poisoned, scaled_randn
@@ -10,6 +12,7 @@ from native_emulator import NativeEmulator
 import mxmoe
 from mxmoe import device as devices
 from mxmoe.formats import SCALE_DTYPE
+from mxmoe.ops._impl import impl
 from mxmoe.ops.engines import native
 
 N, K = 96, 160  # N: not a multiple of 128; K32 = 5: a second, short column tile
@@ -18,6 +21,8 @@ N, K = 96, 160  # N: not a multiple of 128; K32 = 5: a second, short column tile
 @pytest.fixture
 def emulator(monkeypatch):
     """This CPU passes for an sm_100 device whose op is the emulator."""
+    import torch._inductor.lowering  # noqa: F401 (looks at torch's functions when imported: not at the stand-in)
+
     stand_in = NativeEmulator()
     monkeypatch.setattr(torch, "_scaled_grouped_mm", stand_in)
     monkeypatch.setattr(devices, "has_mxfp8_tensor_cores", lambda where: True)
@@ -58,6 +63,109 @@ def test_forward_and_backward_equal_the_reference(emulator, sizes, weight_block)
     assert (dx[sum(sizes) :] == 0).all()
     assert all((dw[g] == 0).all() for g, size in enumerate(sizes) if size == 0)
     assert emulator.calls == (["m_groups", "m_groups", "k_groups"] if m else [])
+
+
+WEIGHT_QUANTIZERS = ("quantize_rowwise", "quantize_colwise", "quantize_both", "quantize_square", "quantize_square_both")
+
+
+@pytest.fixture
+def reads_of_w(emulator, monkeypatch):
+    """Names of the quantizers that read a 3-D tensor."""
+    kernels, reads = impl(torch.device("cpu")), []
+
+    def counted(quantize, x, *args):
+        reads.extend([quantize.__name__] if x.ndim == 3 else [])
+        return quantize(x, *args)
+
+    for name in WEIGHT_QUANTIZERS:
+        monkeypatch.setattr(kernels, name, functools.partial(counted, getattr(kernels, name)))
+    return reads
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["N_K", "K_N"])
+@pytest.mark.parametrize("weight_block", [(1, 32), (32, 32)])
+def test_weights_are_quantized_once_per_step(reads_of_w, weight_block, transposed):
+    """One read serves fprop and dgrad, with the bytes and the results of two; what needs no dX keeps nothing."""
+    sizes, recipe = [33, 0, 70], mxmoe.MXRecipe(backend="native", weight_block=weight_block)
+    offs, stored = ends(sizes, "cpu"), scaled_randn(3, *((K, N) if transposed else (N, K)), device="cpu", seed=1)
+    x, grad = scaled_randn(103, K, device="cpu"), scaled_randn(103, N, device="cpu", seed=2)
+    w = stored.mT if transposed else stored
+    for ours, alone in zip(
+        native.weight_operands(w, recipe),
+        (native.weight_operand(w, recipe), native.weight_operand(w.mT, recipe)),
+        strict=True,
+    ):
+        assert_bitwise(ours.qdata, alone.qdata)
+        assert_bitwise(ours.scale_bytes, alone.scale_bytes)
+        assert ours.qdata.is_contiguous()
+        assert ours.shape == alone.shape
+
+    def step(recipe, x_grad=True, w_grad=True):
+        reads_of_w.clear()
+        leaves = [x.clone().requires_grad_(x_grad), stored.clone().requires_grad_(w_grad)]
+        out = mxmoe.grouped_mm(leaves[0], leaves[1] if transposed else leaves[1].mT, offs, recipe=recipe)
+        out.backward(grad)
+        return [t for t in (out.detach(), *(leaf.grad for leaf in leaves)) if t is not None], list(reads_of_w)
+
+    once = "quantize_both" if weight_block == (1, 32) else "quantize_square_both"
+    results, reads = step(recipe)
+    assert reads == [once]
+    expected, _ = step(recipe.replace(backend="reference"))
+    for name, a, b in zip(("out", "dx", "dw"), results, expected, strict=True):
+        _close(a, b, name)
+    (out, dx), reads = step(recipe, w_grad=False)  # frozen weights
+    assert reads == [once]
+    assert_bitwise(out, results[0])
+    assert_bitwise(dx, results[1])
+    (out, dw), reads = step(recipe, x_grad=False)  # the first layer: no dX
+    assert reads != [once]
+    assert len(reads) == 1
+    assert_bitwise(out, results[0])
+    assert_bitwise(dw, results[2])
+    with torch.no_grad():
+        reads_of_w.clear()
+        mxmoe.grouped_mm(x.clone().requires_grad_(), w.mT, offs, recipe=recipe)
+    assert reads_of_w == reads  # inference
+
+
+def test_bytes_kept_of_the_weights(emulator):
+    """1.03 bytes per weight between forward and backward on this backend; nothing on another."""
+    offs, kept = ends([33, 70], "cpu"), {}
+    x, w = scaled_randn(103, 128, device="cpu").requires_grad_(), scaled_randn(2, 256, 128, device="cpu")
+    for backend in ("native", "dequant"):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+            mxmoe.grouped_mm(x, w.mT, offs, recipe=mxmoe.MXRecipe(backend=backend))
+        kept[backend] = sum(t.nbytes for t in saved if t.dtype == torch.uint8)
+    assert kept == {"native": w.numel() * 33 // 32, "dequant": 0}
+
+
+@pytest.mark.parametrize("weight_block", [(1, 32), (32, 32)])
+@pytest.mark.parametrize("transposed", [False, True], ids=["N_K", "K_N"])
+def test_opcheck_with_kept_weights(emulator, weight_block, transposed):
+    for save in ("bf16", "mxfp8"):
+        recipe = mxmoe.MXRecipe(backend="native", weight_block=weight_block, save=save)
+        x, offs = scaled_randn(65, 64, device="cpu").requires_grad_(), ends([30, 0, 35], "cpu")
+        w = scaled_randn(3, *((64, 96) if transposed else (96, 64)), device="cpu", seed=1).requires_grad_()
+        w = w.mT if transposed else w
+        args = (x, None, w, None, offs, None, torch.bfloat16, recipe.key, True, True)
+        torch.library.opcheck(torch.ops.mxmoe.grouped_mm_m_groups.default, args)
+
+
+def test_compile_fullgraph(emulator):
+    """Forward and backward in one graph each, the kept bytes of w crossing from one to the other."""
+    torch._dynamo.reset()
+    recipe, offs = mxmoe.MXRecipe(backend="native"), ends([33, 0, 70], "cpu")
+    x, w = scaled_randn(103, K, device="cpu").requires_grad_(), scaled_randn(3, N, K, device="cpu", seed=1)
+    w, grad = w.requires_grad_(), scaled_randn(103, N, device="cpu", seed=2)
+
+    def layer(x, w):
+        return mxmoe.grouped_mm(x, w.mT, offs, recipe=recipe)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = [(out := run(x, w), *torch.autograd.grad(out, (x, w), grad)) for run in (compiled, layer)]
+    for ours, eager in zip(*results, strict=True):
+        assert_bitwise(ours.detach(), eager.detach())
 
 
 def test_bias_and_wider_outputs(emulator):

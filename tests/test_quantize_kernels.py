@@ -288,6 +288,10 @@ def test_square(shape, column_major):
         with guarded():
             q, scale = quantize_square.quantize_square(x, column_major, elem, mode)
         assert_equal((q, scale), reference.quantize_square(x, column_major, elem, mode), "square")
+        with guarded():
+            both = quantize_square.quantize_square_both(x, elem, mode)
+        assert_equal(both, reference.quantize_square_both(x, elem, mode), "square in both orders")
+        assert_equal((both[column_major], both[2]), (q, scale), "square in both orders")
         args = (q, scale, "square", None, None, x.shape[-2], BF16)
         with poisoned():
             actual = dequantize.dequantize(*args)

@@ -1,6 +1,6 @@
 """Quantize weights in 32x32 tiles, one scale each: valid MX in both directions, one copy of W serves fprop and dgrad.
 
-    x (M, K)                      qdata (M, K), row- or column-major     scale (ceil(M/32), ceil(K/32))
+    x (M, K)                      qdata (M, K), one order or both        scale (ceil(M/32), ceil(K/32))
            BLOCK_K
          +----+----+----+            +----+----+----+                      +-+-+-+
       32 | 0  | 1  | 2  |   ---->    | 0  | 1  | 2  |          +           |0|1|2|
@@ -8,7 +8,7 @@
 
 Grid     (row tiles * column tiles, batch), columns fastest.
 Writes   every byte of qdata and scale once.
-Traffic  bf16: 2 bytes read, 1 + 1/1024 written per element.
+Traffic  bf16: 2 bytes read, 1 + 1/1024 written per element; 2 + 1/1024 in both orders.
 Index    int64 for rows, columns of a column-major result, and the batch.
 Source   OCP MX 1.0; ``docs/numerics.md``.
 """
@@ -29,11 +29,13 @@ from .quantize_colwise import load_blocks
 # (BLOCK_M, BLOCK_K, num_warps)
 TILE = (32, 128, 4)
 TILE_COLUMN_MAJOR = (64, 32, 2)
+TILE_BOTH = (64, 64, 4)  # for sm_100, where nothing could be measured: 64-byte runs in either order
 
 
 @triton.jit(do_not_specialize=["B", "M"])
 def _quantize_square_kernel(
-    q_ptr,  # (B, M, K) uint8, contiguous; COLUMN_MAJOR: (B, K, M)
+    q_ptr,  # (B, M, K) uint8, contiguous, or None
+    q_t_ptr,  # (B, K, M) uint8, contiguous, or None
     scale_ptr,  # (B, ceil(M/32), ceil(K/32)) uint8
     x_ptr,  # (B, M, K), last stride 1
     M,
@@ -41,7 +43,6 @@ def _quantize_square_kernel(
     B,
     stride_xb,
     stride_xm,
-    COLUMN_MAJOR: tl.constexpr,
     E5M2: tl.constexpr,
     THRESH: tl.constexpr,
     HW: tl.constexpr,
@@ -69,11 +70,11 @@ def _quantize_square_kernel(
     q, byte = quantize_tile(x, E5M2, THRESH, HW)
 
     # 4. Store.
-    if COLUMN_MAJOR:
-        at = batch * K * M + cols.to(tl.int64) * M + rows
-    else:
-        at = (batch * M + rows) * K + cols
-    tl.store(q_ptr + at, q, mask=(rows < M) & (cols < K))
+    inside = (rows < M) & (cols < K)
+    if q_ptr is not None:
+        tl.store(q_ptr + (batch * M + rows) * K + cols, q, mask=inside)
+    if q_t_ptr is not None:
+        tl.store(q_t_ptr + batch * K * M + cols.to(tl.int64) * M + rows, q, mask=inside)
     b = (tile * NB + tl.arange(0, NB))[:, None]
     c = (first_col // 32 + tl.arange(0, NK))[None, :]
     K32 = (K + 31) // 32
@@ -81,21 +82,26 @@ def _quantize_square_kernel(
     tl.store(scale_ptr + (batch * M32 + b) * K32 + c, byte.to(tl.uint8), mask=(b < M32) & (c < K32))
 
 
-def quantize_square(x: Tensor, column_major: bool, elem_dtype: torch.dtype, scale_mode: str) -> tuple[Tensor, Tensor]:
-    """Launch. Arguments are already checked by ``mxmoe.ops``; see there for the contract."""
+def _launch(
+    q: Tensor | None,
+    q_t: Tensor | None,
+    scale: Tensor,
+    x: Tensor,
+    tile: tuple[int, int, int],
+    elem_dtype: torch.dtype,
+    scale_mode: str,
+) -> None:
+    """Fill what is given; q and q_t, the transposed q, are contiguous."""
     x = x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
     *_, m, k = x.shape
     batch = x.shape[0] if x.ndim == 3 else 1
-    q_shape, scale_shape = shapes.square(x.shape)
-    strides = shapes.column_major(q_shape) if column_major else shapes.row_major(q_shape)
-    q = torch.empty_strided(q_shape, strides, dtype=elem_dtype, device=x.device)
-    scale = torch.empty(scale_shape, dtype=torch.uint8, device=x.device)
-    if not q.numel():
-        return q, scale
-    block_m, block_k, warps = TILE_COLUMN_MAJOR if column_major else TILE
+    if not x.numel():
+        return
+    block_m, block_k, warps = tile
     grid = batch_grid(shapes.cdiv(m, block_m) * shapes.cdiv(k, block_k), batch)
     _quantize_square_kernel[grid](
-        (q.mT if column_major else q).view(torch.uint8),
+        None if q is None else q.view(torch.uint8),
+        None if q_t is None else q_t.view(torch.uint8),
         scale,
         x,
         m,
@@ -103,7 +109,6 @@ def quantize_square(x: Tensor, column_major: bool, elem_dtype: torch.dtype, scal
         batch,
         x.stride(0) if x.ndim == 3 else 0,
         x.stride(-2),
-        COLUMN_MAJOR=column_major,
         EVEN_K=k % block_k == 0,
         ALIGNED=m % 16 == 0,
         NB=block_m // BLOCK,
@@ -111,4 +116,26 @@ def quantize_square(x: Tensor, column_major: bool, elem_dtype: torch.dtype, scal
         num_warps=warps,
         **constants(elem_dtype, scale_mode, x.device),
     )
+
+
+def quantize_square(x: Tensor, column_major: bool, elem_dtype: torch.dtype, scale_mode: str) -> tuple[Tensor, Tensor]:
+    """Launch. Arguments are already checked by ``mxmoe.ops``; see there for the contract."""
+    q_shape, scale_shape = shapes.square(x.shape)
+    strides = shapes.column_major(q_shape) if column_major else shapes.row_major(q_shape)
+    q = torch.empty_strided(q_shape, strides, dtype=elem_dtype, device=x.device)
+    scale = torch.empty(scale_shape, dtype=torch.uint8, device=x.device)
+    if column_major:
+        _launch(None, q.mT, scale, x, TILE_COLUMN_MAJOR, elem_dtype, scale_mode)
+    else:
+        _launch(q, None, scale, x, TILE, elem_dtype, scale_mode)
     return q, scale
+
+
+def quantize_square_both(x: Tensor, elem_dtype: torch.dtype, scale_mode: str) -> tuple[Tensor, Tensor, Tensor]:
+    """``quantize_square`` in both orders from one read: qdata row-major, the same column-major, scale."""
+    q_shape, scale_shape = shapes.square(x.shape)
+    q = torch.empty(q_shape, dtype=elem_dtype, device=x.device)
+    q_col = torch.empty_strided(q_shape, shapes.column_major(q_shape), dtype=elem_dtype, device=x.device)
+    scale = torch.empty(scale_shape, dtype=torch.uint8, device=x.device)
+    _launch(q, q_col.mT, scale, x, TILE_BOTH, elem_dtype, scale_mode)
+    return q, q_col, scale

@@ -15,7 +15,8 @@ _STEMS = ("quantize_rowwise", "quantize_colwise", "quantize_both", "quantize_squ
 def cpu() -> SimpleNamespace:
     from ..reference import blocked, grouped_mm, quantize
 
-    found = {name: getattr(quantize, name) for name in (*_STEMS, "fake_quantize", "fake_quantize_both")}
+    more = ("quantize_square_both", "fake_quantize", "fake_quantize_both")
+    found = {name: getattr(quantize, name) for name in (*_STEMS, *more)}
     found |= {
         name: getattr(blocked, name) for name in ("to_blocked_k_groups", "to_blocked_m_groups", "to_blocked_experts")
     }
@@ -34,6 +35,7 @@ def cuda() -> SimpleNamespace:
     found |= {
         name: kernel("blocked", name) for name in ("to_blocked_k_groups", "to_blocked_m_groups", "to_blocked_experts")
     }
+    found["quantize_square_both"] = kernel("quantize_square", "quantize_square_both")
     return SimpleNamespace(**found, group_sum=kernel("group_sum", "group_sum"))
 
 

@@ -124,7 +124,8 @@ def _m_groups(
     r = MXRecipe.from_key(recipe)
     m, (g, n, k) = x.shape[0], w.shape
     if x.is_cuda and not decodes(x.device, r, m, g):
-        return torch.ops.mxmoe.grouped_mm_m_groups(x, x_scale, w, w_scale, offs, bias, out_dtype, recipe, False)[0]  # type: ignore[no-any-return]
+        op = torch.ops.mxmoe.grouped_mm_m_groups
+        return op(x, x_scale, w, w_scale, offs, bias, out_dtype, recipe, False, False)[0]  # type: ignore[no-any-return]
     facts = (packed, top) if packed is not None and top is not None else None
     out = mm_m_groups(x, x_scale, w, w_scale, offs, bias, out_dtype, r, packed=facts)
     record("fprop", "triton" if x.is_cuda else "reference", _reason(m, g), (m, n, k, g), (x, None, offs, out))

@@ -40,12 +40,18 @@ def _engine(name: str) -> ModuleType:
 
 # --- operands --------------------------------------------------------------------------------------------------------
 def _mx(
-    q: Tensor, scale: Tensor, block: str, rows: int, offs: Tensor | None = None, source: Tensor | None = None
+    q: Tensor,
+    scale: Tensor,
+    block: str,
+    rows: int,
+    offs: Tensor | None = None,
+    source: Tensor | None = None,
+    layout: str = "plain",
 ) -> MXTensor:
     """An MXTensor from the flat arguments of an op."""
     shape = torch.Size([*q.shape[:-2], rows, q.shape[-1]])
     ends = {"offs": offs, "source_offs": source, "k_groups": source is not None}
-    return make(q, scale, block=block, layout="plain", shape=shape, orig_dtype=torch.bfloat16, **ends)  # type: ignore[arg-type]
+    return make(q, scale, block=block, layout=layout, shape=shape, orig_dtype=torch.bfloat16, **ends)  # type: ignore[arg-type]
 
 
 def _high(x: Tensor) -> Tensor:
@@ -86,6 +92,15 @@ def kept_form(recipe: MXRecipe, device: torch.device, n: int, k: int) -> str:
     return "values" if rounds and choose(device, recipe, n, k).backend == "dequant" else "x"
 
 
+def keeps_weight(recipe: MXRecipe, device: torch.device, n: int, k: int) -> bool:
+    """Whether forward rounds w in both directions from one read and keeps the bytes of the one that dgrad needs.
+
+    Only ``native``, whose GEMMs are the fastest, so the second read weighs most. Costs 1.03 bytes per weight until
+    backward has run.
+    """
+    return choose(device, recipe, n, k).backend == "native"
+
+
 # --- m_groups --------------------------------------------------------------------------------------------------------
 @torch.library.custom_op("mxmoe::grouped_mm_m_groups", mutates_args=(), device_types=("cpu", "cuda"))
 def _m_groups(
@@ -97,12 +112,17 @@ def _m_groups(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     recipe: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, and what backward keeps of x (``kept_form``): colwise bytes or values, scales, padded ends (else empty)."""
+    keep_x: bool,
+    keep_w: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, and what backward keeps of x (``kept_form``): colwise bytes or values, scales, padded ends (else empty);
+    then of w (``keeps_weight``): bytes of the operand of dgrad ``(G, K, N)``, its blocked scales (else empty).
+
+    ``keep_x`` (dW is needed) and ``keep_w`` (dX is needed) are for operands that are not quantized yet.
+    """
     r = MXRecipe.from_key(recipe)
-    form = kept_form(r, x.device, w.shape[1], w.shape[2]) if keep else "x"
-    kept = _nothing(x)
+    form = kept_form(r, x.device, w.shape[1], w.shape[2]) if keep_x else "x"
+    kept, kept_w = _nothing(x), _nothing(x)[:2]
     choice, engine = _pick(x.device, r, w.shape[1], w.shape[2], x_scale is not None or w_scale is not None)
     if x_scale is not None:
         a = engine.expand(_mx(x, x_scale, "rowwise", x.shape[0]))
@@ -113,13 +133,19 @@ def _m_groups(
         kept = (values.view(torch.uint8), *kept[1:])
     else:
         a = engine.rows_operand(x, offs, r.elem_dtype, r)
-    b = engine.weight_operand(w, r) if w_scale is None else engine.expand(_mx(w, w_scale, "rowwise", w.shape[1]))
+    if w_scale is not None:
+        b = engine.expand(_mx(w, w_scale, "rowwise", w.shape[1]))
+    elif keep_w and keeps_weight(r, x.device, w.shape[1], w.shape[2]):
+        b, across = engine.weight_operands(w, r)
+        kept_w = across.qdata.view(torch.uint8), across.scale_bytes
+    else:
+        b = engine.weight_operand(w, r)
     out = engine.mm_m_groups(a, b, offs, bias, out_dtype)
     record("fprop", *_why(choice), (x.shape[0], w.shape[1], w.shape[2], offs.shape[0]), (x, w, offs, out))
     if form == "bytes":
         q, scale, padded = impl(x.device).quantize_colwise(x, offs, False, r.elem_dtype, r.scale_mode)
         kept = q.view(torch.uint8), scale, padded
-    return out, *kept
+    return out, *kept, *kept_w
 
 
 def _why(choice: Choice) -> tuple[str, str]:
@@ -132,19 +158,23 @@ def _nothing(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @_m_groups.register_fake
-def _(x, x_scale, w, w_scale, offs, bias, out_dtype, recipe, keep):  # type: ignore[no-untyped-def]
+def _(x, x_scale, w, w_scale, offs, bias, out_dtype, recipe, keep_x, keep_w):  # type: ignore[no-untyped-def]
     out = x.new_empty((x.shape[0], w.shape[1]), dtype=out_dtype)
-    form = kept_form(MXRecipe.from_key(recipe), x.device, w.shape[1], w.shape[2]) if keep else "x"
+    r = MXRecipe.from_key(recipe)
+    form = kept_form(r, x.device, w.shape[1], w.shape[2]) if keep_x else "x"
+    kept, kept_w = _nothing(x), _nothing(x)[:2]
     if form == "values":
-        return out, dequant.values_like(x).view(torch.uint8), *_nothing(x)[1:]
-    if form == "x":
-        return out, *_nothing(x)
-    q_shape, s_shape = shapes.colwise_groups(x.shape[0], x.shape[1], offs.shape[0])
-    kept = [
-        torch.empty_strided(shape, shapes.column_major(shape), dtype=torch.uint8, device=x.device)
-        for shape in (q_shape, s_shape)
-    ]
-    return out, *kept, x.new_empty(offs.shape[0], dtype=torch.int32)
+        kept = (dequant.values_like(x).view(torch.uint8), *kept[1:])
+    elif form == "bytes":
+        q, scale = (
+            torch.empty_strided(shape, shapes.column_major(shape), dtype=torch.uint8, device=x.device)
+            for shape in shapes.colwise_groups(x.shape[0], x.shape[1], offs.shape[0])
+        )
+        kept = q, scale, x.new_empty(offs.shape[0], dtype=torch.int32)
+    if keep_w and keeps_weight(r, x.device, w.shape[1], w.shape[2]):
+        scale_shape = shapes.rowwise_blocked_scale(w.mT.shape, None)
+        kept_w = w.new_empty(w.mT.shape, dtype=torch.uint8), w.new_empty(scale_shape, dtype=torch.uint8)
+    return out, *kept, *kept_w
 
 
 @torch.library.custom_op("mxmoe::grouped_mm_m_groups_backward", mutates_args=(), device_types=("cpu", "cuda"))
@@ -159,12 +189,17 @@ def _m_groups_backward(
     kept_scale: Tensor | None,
     kept_offs: Tensor | None,
     kept_dtype: torch.dtype | None,
+    kept_w: Tensor | None,
+    kept_w_scale: Tensor | None,
     recipe: str,
     x_dtype: torch.dtype | None,
     w_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dX, dW, dbias; empty where the dtype is None. x or what forward kept is given, by ``kept_form``."""
+    """dX, dW, dbias; empty where the dtype is None. x or what forward kept is given, by ``kept_form``.
+
+    With ``kept_w`` (``keeps_weight``) only the shape and the strides of w are looked at.
+    """
     r = MXRecipe.from_key(recipe)
     n, k = w.shape[1:]
     sizes = (grad.shape[0], n, k, offs.shape[0])
@@ -183,6 +218,9 @@ def _m_groups_backward(
     if x_dtype is not None:
         if w_scale is not None:  # the rounded weights are all there is
             b = engine.expand(_mx(w, w_scale, "rowwise", n)).mT
+        elif kept_w is not None:
+            assert kept_w_scale is not None
+            b = _mx(kept_w.view(r.elem_dtype), kept_w_scale, "rowwise", k, layout="blocked")
         elif quantized:
             b = engine.weight_operand(w.mT, r)
         else:  # weight-only: the gradient of what forward computed
@@ -226,7 +264,22 @@ def _m_groups_backward(
 
 @_m_groups_backward.register_fake
 def _(  # type: ignore[no-untyped-def]
-    grad, x, x_scale, w, w_scale, offs, kept_q, kept_scale, kept_offs, kept_dtype, recipe, x_dtype, w_dtype, bias_dtype
+    grad,
+    x,
+    x_scale,
+    w,
+    w_scale,
+    offs,
+    kept_q,
+    kept_scale,
+    kept_offs,
+    kept_dtype,
+    kept_w,
+    kept_w_scale,
+    recipe,
+    x_dtype,
+    w_dtype,
+    bias_dtype,
 ):
     n, k = w.shape[1:]
     dx = grad.new_empty(0) if x_dtype is None else grad.new_empty((grad.shape[0], k), dtype=x_dtype)
@@ -398,9 +451,10 @@ def _autocast(t: Tensor | MXTensor) -> Tensor | MXTensor:
 
 
 def _m(x: _Flat, w: _Flat, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype, recipe: MXRecipe) -> Tensor:
-    keep = w.requires_grad and x.scale is None
+    keep_x = w.requires_grad and x.scale is None
+    keep_w = x.requires_grad and w.scale is None
     out: Tensor = torch.ops.mxmoe.grouped_mm_m_groups(
-        x.data, x.scale, w.data, w.scale, offs, bias, out_dtype, recipe.key, keep
+        x.data, x.scale, w.data, w.scale, offs, bias, out_dtype, recipe.key, keep_x, keep_w
     )[0]
     return out
 
@@ -442,7 +496,8 @@ def grouped_mm(
     Empty: an empty group gives no rows and an exactly zero dW; rows at or beyond ``offs[-1]`` are zero, in the result
     and in dX; no rows at all still give a result with a grad_fn.
     Gradient: x, w and bias (fp32 sums per group); each GEMM quantizes from the high-precision tensor along its own
-    contraction. Source: ``docs/design.md``; ``torch.nn.functional.grouped_mm``.
+    contraction. On ``native`` w is read once: 1.03 bytes per weight are kept for dX (``docs/grouped_gemm.md``).
+    Source: ``docs/design.md``; ``torch.nn.functional.grouped_mm``.
     """
     recipe = _recipe(recipe)
     x, w = _autocast(_operand(x, "x")), _autocast(_operand(w, "w"))

@@ -211,7 +211,7 @@ def _experts(
             return layer.engine.mm_m_groups(a, layer.engine.weight_operand(w, r), offs, None, x.dtype)  # type: ignore[no-any-return]
         # MXFP8 weights: rows are rounded already, the GEMM op picks between decoding and expanding.
         key = r.replace(activations="bf16", wgrad="mxfp8", save="bf16").key
-        return torch.ops.mxmoe.grouped_mm_m_groups(a, None, w, scale, offs, None, x.dtype, key, False)[0]  # type: ignore[no-any-return]
+        return torch.ops.mxmoe.grouped_mm_m_groups(a, None, w, scale, offs, None, x.dtype, key, False, False)[0]  # type: ignore[no-any-return]
 
     gate_up = product(layer.gather_rows(x, position, offs), up, up_scale)
     if layer.fused:

@@ -149,6 +149,12 @@ def quantize_square(x: Tensor, column_major: bool, elem_dtype: torch.dtype, scal
     return q.view(elem_dtype), scale.contiguous()
 
 
+def quantize_square_both(x: Tensor, elem_dtype: torch.dtype, scale_mode: str) -> tuple[Tensor, Tensor, Tensor]:
+    """``quantize_square`` in both orders: qdata row-major, the same values column-major, scale."""
+    q, scale = quantize_square(x, False, elem_dtype, scale_mode)
+    return q, q.mT.contiguous().mT, scale
+
+
 # --- dequantize ------------------------------------------------------------------------------------------------------
 def _scale_per_element(scale: Tensor, block: str, m: int, k: int) -> Tensor:
     """fp32 scale of every element, ``(..., M, K)``."""

@@ -76,6 +76,21 @@ def weight_operand(b: Tensor, recipe: MXRecipe) -> MXTensor:
     return _rows(b, *kernels.quantize_rowwise(b, None, True, recipe.elem_dtype, recipe.scale_mode))
 
 
+def weight_operands(b: Tensor, recipe: MXRecipe) -> tuple[MXTensor, MXTensor]:
+    """``weight_operand`` of b and of b.mT, for fprop and dgrad, from one read."""
+    kernels = impl(b.device)
+    transposed = shapes.is_transposed(b.stride())
+    stored = b.mT if transposed else b
+    if recipe.weight_block != (1, BLOCK):
+        q, q_col, scale = kernels.quantize_square_both(stored, recipe.elem_dtype, recipe.scale_mode)
+        s_row = kernels.to_blocked_experts(square_scale_rows(scale, stored.shape[1]))
+        s_col = kernels.to_blocked_experts(square_scale_rows(scale.mT, stored.shape[2]))
+    else:
+        q, s_row, q_col, s_col, _ = kernels.quantize_both(stored, None, True, recipe.elem_dtype, recipe.scale_mode)
+    along, across = _rows(stored, q, s_row), _rows(stored.mT, q_col.mT, s_col)
+    return (across, along) if transposed else (along, across)
+
+
 def expand(t: MXTensor) -> MXTensor:
     """An MXTensor is what this backend multiplies; a plain scale is laid out when the groups are known."""
     return t
