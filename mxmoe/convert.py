@@ -114,7 +114,7 @@ def convert(
 
     candidates = list(_candidates(model))
     names = [name for name, _ in candidates]
-    included = _patterns(include, "include", names, allow_none)
+    included = None if include is None else _patterns(include, "include", names, allow_none)
     excluded = _patterns(exclude, "exclude", names, allow_none)
 
     replaced: list[Converted] = []
@@ -161,8 +161,10 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _reason_to_skip(name: str, module: nn.Module, included: Sequence[str], excluded: Sequence[str]) -> str | None:
-    if included and not any(fnmatch.fnmatchcase(name, pattern) for pattern in included):
+def _reason_to_skip(
+    name: str, module: nn.Module, included: Sequence[str] | None, excluded: Sequence[str]
+) -> str | None:
+    if included is not None and not any(fnmatch.fnmatchcase(name, pattern) for pattern in included):
         return "not in include"
     for pattern in excluded:
         if fnmatch.fnmatchcase(name, pattern):

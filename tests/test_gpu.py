@@ -144,6 +144,27 @@ def test_backends_agree(sizes, backend):
             assert not got[2][g].any()
 
 
+@pytest.mark.parametrize("activations", ["mxfp8", "bf16"])
+@pytest.mark.parametrize("sizes", [[1], [3, 0, 8, 1], [0, 0, 40], [33, 200, 7, 0]])
+def test_few_tokens_against_quantized_weights(activations, sizes):
+    """grouped_mm hands them to the decode kernel and says so; once, again (with facts remembered), and in a graph."""
+    m = sum(sizes) + 5
+    x, w, _ = make(m, len(sizes), 96, 160)
+    x, w = x.detach(), w.detach()
+    x[sum(sizes) :] = float("nan")
+    offs, bias = ends(sizes), torch.randn(len(sizes), 96, device="cuda")
+    recipe = MXRecipe(activations=activations)
+    t = mxmoe.quantize(w)
+    want = mxmoe.grouped_mm(x, t.mT, offs, bias=bias, recipe=recipe.replace(backend="reference"))
+    for _ in range(3):
+        with poisoned(), mxmoe.observe() as log:
+            got = mxmoe.grouped_mm(x, t.mT, offs, bias=bias, recipe=recipe)
+        assert log[0].backend == "triton" and "decode" in log[0].reason
+        assert mxmoe.explain(x, t.mT, offs, recipe=recipe).reason == log[0].reason
+        assert (got.float() - want.float()).norm() <= 2**-8 * want.float().norm()
+        assert not got[sum(sizes) :].any()
+
+
 def test_native_does_not_touch_this_gpu():
     if torch.cuda.get_device_capability()[0] == 10:
         pytest.skip("this GPU has MXFP8 tensor cores")

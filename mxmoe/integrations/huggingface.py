@@ -59,7 +59,10 @@ def register(name: str = NAME, *, recipe: MXRecipe | None = None) -> None:
                 f"now asked for {recipe}: register the second recipe under a name of its own"
             )
         return
+    from . import huggingface_fp8
+
     interface.register(name, forward)
+    huggingface_fp8.register(name)  # the table that serves MXFP8 checkpoints
 
 
 def mxmoe_experts_forward(
@@ -136,7 +139,7 @@ def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, *, reci
 def _as_weight_dtype(x: Tensor, w: Tensor) -> Tensor:
     # Some models normalise in fp32 in front of bf16 experts; their own loop would promote, grouped_mm takes one dtype.
     plain = isinstance(w, Tensor) and w.dtype.itemsize > 1
-    if plain and x.dtype != w.dtype and not torch.is_autocast_enabled(x.device.type):
+    if plain and x.dtype != w.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
         return x.to(w.dtype)
     return x
 

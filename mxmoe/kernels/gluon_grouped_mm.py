@@ -18,8 +18,8 @@ Index    TMA boxes are bounded by hardware; the pointer form (rows of no group) 
 Source   Gluon tutorials 05 (wgmma), 06 to 08 (persistence, warp specialization); CUTLASS sm90 warp-specialized
          cooperative kernel for the division of labour; ``_gemm.py`` for descriptors bounded by a group.
 
-Both consumers wait for every slot of the ring, also where their half of a tile is beyond the group: a barrier tells only
-the parity of its phase, and one who skipped a phase would take old data for new.
+Both consumers wait for every slot of the ring, also where their half of a tile is beyond the group: a barrier tells
+only the parity of its phase, and one who skipped a phase would take old data for new.
 
 Rows beyond the end of a group inside a row tile of M groups are the next group's: they are multiplied and not stored.
 A contraction must not do that (0 x NaN is NaN): in K groups both operands read zeros beyond their group.

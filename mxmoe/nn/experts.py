@@ -82,7 +82,7 @@ def swiglu_experts(
     """
     up, down = (w.mT if weights.transposed else w for w in (weights.up, weights.down))
     dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         to = torch.get_autocast_dtype(x.device.type)
         x, up, down = (t.to(to) if isinstance(t, Tensor) else t for t in (x, up, down))
     return experts(x, top_k_index, top_k_weights, up, down, recipe=recipe).to(dtype)

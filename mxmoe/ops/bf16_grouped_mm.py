@@ -124,7 +124,8 @@ def _(a, b, offs, out_dtype):  # type: ignore[no-untyped-def]
 # --- public ----------------------------------------------------------------------------------------------------------
 def _operand(t: object, name: str) -> Tensor:
     t = checks.tensor(t, name, dims=(2, 3))
-    if torch.is_autocast_enabled(t.device.type) and torch.get_autocast_dtype(t.device.type) == _BF16:
+    device_type = "cpu" if t.is_meta else t.device.type  # autocast knows no meta device
+    if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == _BF16:
         t = t.to(_BF16)
     if t.dtype != _BF16:
         raise TypeError(

@@ -28,13 +28,15 @@ def decodes(device: torch.device, recipe: MXRecipe, m: int, groups: int) -> bool
     """Whether a GEMM of m rows in ``groups`` groups goes to the decode kernel. Static: never reads offs."""
     if recipe.backend not in ("auto", "triton"):
         return False
-    if device.type != "cuda" or (torch.version.hip is None and devices.capability(device) < (8, 0)):
+    needed = (8, 9) if recipe.activations == "mxfp8" else (8, 0)  # rounding activations takes fp8 conversions
+    if device.type != "cuda" or (torch.version.hip is None and devices.capability(device) < needed):
         return False
     native = devices.has_mxfp8_tensor_cores(device) and recipe.activations == "mxfp8"
     return m <= (LIMIT_NATIVE if native else LIMIT) * groups
 
 
-def _reason(m: int, groups: int) -> str:
+def reason(m: int, groups: int) -> str:
+    """What ``explain`` and ``observe`` say of it."""
     return f"decode kernel: {m / max(groups, 1):.1f} tokens per expert, at most {LIMIT}"
 
 
@@ -128,7 +130,7 @@ def _m_groups(
         return op(x, x_scale, w, w_scale, offs, bias, out_dtype, recipe, False, False)[0]  # type: ignore[no-any-return]
     facts = (packed, top) if packed is not None and top is not None else None
     out = mm_m_groups(x, x_scale, w, w_scale, offs, bias, out_dtype, r, packed=facts)
-    record("fprop", "triton" if x.is_cuda else "reference", _reason(m, g), (m, n, k, g), (x, None, offs, out))
+    record("fprop", "triton" if x.is_cuda else "reference", reason(m, g), (m, n, k, g), (x, None, offs, out))
     return out
 
 
@@ -201,7 +203,7 @@ def _experts(
     hidden = _swiglu(x, order, top_k_index.shape[1], up, up_scale, facts[0], offs, top_k_weights, r)
     rows = mm_m_groups(hidden, None, down, down_scale, offs, None, x.dtype, r, packed=facts[1])
     for sizes in ((m, two_i, h, g), (m, h, two_i // 2, g)):
-        record("fprop", "triton" if x.is_cuda else "reference", _reason(m, g), sizes, (None, None, offs, None))
+        record("fprop", "triton" if x.is_cuda else "reference", reason(m, g), sizes, (None, None, offs, None))
     return stages.combine(rows, position, offs, None, x.dtype)  # type: ignore[no-any-return]
 
 

@@ -25,6 +25,7 @@ from ..formats import BLOCK
 from ..observe import record
 from ..recipe import MXRecipe
 from ..tensor import MXTensor, check, make
+from . import decode
 from ._impl import impl
 from .engines import dequant
 from .quantize import plain_scale
@@ -101,6 +102,15 @@ def keeps_weight(recipe: MXRecipe, device: torch.device, n: int, k: int) -> bool
     return choose(device, recipe, n, k).backend == "native"
 
 
+def _decodes(
+    device: torch.device, x: torch.dtype, w: torch.dtype, recipe: MXRecipe, m: int, groups_: int
+) -> bool:
+    """Whether a GEMM with MXFP8 weights is decoded: few rows per group, e4m3, activations e4m3 or bf16."""
+    e4m3 = torch.float8_e4m3fn
+    takes = w == e4m3 and x in (e4m3, torch.bfloat16) and recipe.elem_dtype == e4m3
+    return takes and decode.decodes(device, recipe, m, groups_)
+
+
 # --- m_groups --------------------------------------------------------------------------------------------------------
 @torch.library.custom_op("mxmoe::grouped_mm_m_groups", mutates_args=(), device_types=("cpu", "cuda"))
 def _m_groups(
@@ -123,6 +133,11 @@ def _m_groups(
     r = MXRecipe.from_key(recipe)
     form = kept_form(r, x.device, w.shape[1], w.shape[2]) if keep_x else "x"
     kept, kept_w = _nothing(x), _nothing(x)[:2]
+    sizes = (x.shape[0], w.shape[1], w.shape[2], offs.shape[0])
+    if w_scale is not None and _decodes(x.device, x.dtype, w.dtype, r, x.shape[0], w.shape[0]):
+        out = decode.mm_m_groups(x, x_scale, w, w_scale, offs, bias, out_dtype, r)
+        record("fprop", "triton", decode.reason(x.shape[0], w.shape[0]), sizes, (x, w, offs, out))
+        return out, *kept, *kept_w
     choice, engine = _pick(x.device, r, w.shape[1], w.shape[2], x_scale is not None or w_scale is not None)
     if x_scale is not None:
         a = engine.expand(_mx(x, x_scale, "rowwise", x.shape[0]))
@@ -141,7 +156,7 @@ def _m_groups(
     else:
         b = engine.weight_operand(w, r)
     out = engine.mm_m_groups(a, b, offs, bias, out_dtype)
-    record("fprop", *_why(choice), (x.shape[0], w.shape[1], w.shape[2], offs.shape[0]), (x, w, offs, out))
+    record("fprop", *_why(choice), sizes, (x, w, offs, out))
     if form == "bytes":
         q, scale, padded = impl(x.device).quantize_colwise(x, offs, False, r.elem_dtype, r.scale_mode)
         kept = q.view(torch.uint8), scale, padded
@@ -674,4 +689,8 @@ def explain(
         n, k = x.shape[1], x.shape[2]
     else:
         n, k = w.shape[2], x.shape[-1]
+    if form == (2, 3) and isinstance(w, MXTensor):
+        x_dtype = x.elem_dtype if isinstance(x, MXTensor) else x.dtype
+        if _decodes(x.device, x_dtype, w.elem_dtype, recipe, x.shape[0], w.shape[0]):
+            return Choice("triton", decode.reason(x.shape[0], w.shape[0]))
     return _choice(x.device, recipe, n, k, has_mx)
