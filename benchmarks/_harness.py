@@ -244,10 +244,11 @@ def time_eager(fn: Callable[..., Any], *inputs: Tensor, calls: int = 100, rounds
     return HostTiming(_summary(host).median, _summary(wall).median)
 
 
-def copy_rate(gib: float = 1.5) -> float:
+def copy_rate(gib: float = 1.3) -> float:
     """Device copy bandwidth now, TB/s counting bytes read and written: the ceiling of every memory-bound row.
 
-    Below 2**31 bytes: from there on a copy in a graph reports 2.7 TB/s where a smaller one reports 4.26.
+    Not a power of two bytes: source and target then meet in the same banks of the memory, 2.7 TB/s instead of 4.26 on
+    an H200 (a 16384 x 16384 bf16 matrix suffers likewise).
     """
     src = torch.randn(int(gib * 2**29), dtype=torch.bfloat16, device="cuda")  # zeros copy faster than data
     dst = torch.empty_like(src)

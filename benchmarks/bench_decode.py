@@ -146,9 +146,6 @@ def measure(w: Weights, tokens: float, writer: Writer, quick: bool) -> None:
 def report(env: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """The tables, as Markdown."""
     parts = [env_line(env)]
-    copy = next((r["tb_per_s"] for r in rows if r["version"] == "copy"), None)
-    if copy:
-        parts.append(f"Device copy in this run: {copy:.2f} TB/s (read + written).")
     found = {(tuple(r["shape"]), r["tokens"], r["version"]): r for r in rows if r["version"] != "copy"}
     names = [v for v in ("bf16", "decode", "mxfp8", "no facts", "expand", "swiglu") if any(k[2] == v for k in found)]
     columns = ["N, K, experts", "tokens per expert", *(f"{v} us" for v in names), "decode over bf16", "asked", "TB/s"]

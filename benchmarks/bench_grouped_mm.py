@@ -309,9 +309,6 @@ def _rows(rows: list[dict[str, Any]], what: str, shape: str) -> dict[str, dict[s
 def report(env: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """The tables, as Markdown."""
     parts = [env_line(env)]
-    for r in rows:
-        if r.get("what") == "copy":
-            parts.append(f"Device copy in this run: {r['tb_per_s']:.2f} TB/s (read + written).")
     names = list(dict.fromkeys(r["shape"] for r in rows if "shape" in r))
     size = {r["shape"]: f"{r['m']}, {r['n']}, {r['k']}, {r['g']}" for r in rows if "shape" in r}
 

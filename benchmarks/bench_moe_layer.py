@@ -21,6 +21,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
@@ -136,7 +137,7 @@ def peak_bytes(fn: Callable[[], object]) -> int:
     return peak
 
 
-def whole(block: Block, writer: Writer, quick: bool) -> list[list[object]]:
+def whole(block: Block, writer: Writer, quick: bool) -> None:
     """Rows of the whole layer: rival and ours, forward and forward + backward."""
     import mxmoe
     from mxmoe.nn.mx_experts import mx_experts_forward
@@ -162,7 +163,6 @@ def whole(block: Block, writer: Writer, quick: bool) -> list[list[object]]:
     out = expected[0].detach()
     del expected, got
 
-    table: list[list[object]] = []
     reference: dict[str, float] = {}
 
     def add(mode: str, version: str, fn: Callable[[], object], **fields: object) -> None:
@@ -170,15 +170,12 @@ def whole(block: Block, writer: Writer, quick: bool) -> list[list[object]]:
             us = time_graph(fn, **timing).median
         except Exception as error:  # a version that cannot run this case is a row, not the end of the run
             writer.row(**base, mode=mode, version=version, error=f"{type(error).__name__}: {error}"[:300])
-            table.append([block.name, block.tokens, mode, version, None, None, None])
             print(f"{mode} {version}: {error}", file=sys.stderr)
             return
         if version == "grouped_mm bf16":
             reference[mode] = us
         ratio = us / reference[mode]
         writer.row(**base, mode=mode, version=version, us=us, ratio=ratio, **fields)
-        db = fields.get("db")
-        table.append([block.name, block.tokens, mode, version, us / 1e3, ratio, db])
 
     with torch.no_grad():
         for version, fn in forward.items():
@@ -203,11 +200,9 @@ def whole(block: Block, writer: Writer, quick: bool) -> list[list[object]]:
         for version, fn in forward.items():
             peak = peak_bytes(lambda f=fn: block.step(f))
             writer.row(**base, mode="peak memory", version=version, bytes=peak)
-            table.append([block.name, block.tokens, "peak GB", version, peak / 1e9, None, None])
-    return table
 
 
-def stages(block: Block, writer: Writer, quick: bool, rate: float, tflops: float) -> list[list[object]]:
+def stages(block: Block, writer: Writer, quick: bool, rate: float, tflops: float) -> None:
     """Every stage of forward and backward on its own."""
     from mxmoe import MXRecipe
     from mxmoe.kernels import combine, gather_quantize, route, swiglu_quantize
@@ -263,7 +258,6 @@ def stages(block: Block, writer: Writer, quick: bool, rate: float, tflops: float
         ("backward", "dgrad up", lambda: mm(row, up_b, offs, None, bf16), 0, up_flop),
         ("backward", "combine", lambda: combine.combine(rows, position, offs, None, bf16), token_bytes + row_bytes, 0),
     ]
-    table: list[list[object]] = []
     done: dict[str, float] = {}
     for part, stage, fn, moved, flop in plan:
         key = f"{stage} {moved} {flop} {part if stage == 'cast weights' else ''}"
@@ -282,16 +276,28 @@ def stages(block: Block, writer: Writer, quick: bool, rate: float, tflops: float
             flop=flop,
             floor_us=floor,
         )
-        speed = f"{moved / us / 1e6:.2f} TB/s" if moved else f"{flop / us / 1e6:.0f} TFLOP/s"
-        table.append([block.name, t, part, stage, us, floor, us / floor, speed])
-    for part in ("forward", "backward"):
-        total = sum(r[4] for r in table if r[2] == part)
-        floor = sum(r[5] for r in table if r[2] == part)
-        table.append([block.name, t, part, "all", total, floor, total / floor, ""])
-    return table
 
 
-def plot(rows: list[dict[str, object]], path: str) -> None:
+def report(env: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """The whole layer beside the rival, and its stages."""
+    layers, parts = [], []
+    for r in rows:
+        at = [r["block"], r["tokens"]]
+        if r["mode"] == "stage":
+            us = r["us"]
+            speed = f"{r['bytes'] / us / 1e6:.2f} TB/s" if r["bytes"] else f"{r['flop'] / us / 1e6:.0f} TFLOP/s"
+            parts.append([*at, r["part"], r["stage"], us, speed])
+        elif r["mode"] == "peak memory":
+            layers.append([*at, "peak GB", r["version"], r["bytes"] / 1e9, None, None])
+        else:
+            layers.append([*at, r["mode"], r["version"], r.get("us", 0) / 1e3 or None, r.get("ratio"), r.get("db")])
+    columns = ["block", "tokens", "mode", "version", "ms", "x grouped_mm", "dB"]
+    pieces = [env_line(env), "### Whole layer", markdown(columns, layers)]
+    pieces += ["### Stages", markdown(["block", "tokens", "part", "stage", "us", "rate"], parts)]
+    return "\n\n".join(pieces)
+
+
+def plot(env: dict[str, Any], rows: list[dict[str, Any]], path: str) -> None:
     """Stacked stages beside the rival's whole time."""
     import matplotlib
 
@@ -335,24 +341,18 @@ def main() -> None:
     args = parser.parse_args()
     require_gpu()
     writer = Writer(args.out, KIND)
-    rate = copy_rate(1.0)
-    layers: list[list[object]] = []
-    parts: list[list[object]] = []
+    rate = copy_rate()
     cases = [c for c in CASES if not args.quick or c[0] == "qwen3-30b-a3b"]
     for name, tokens in progress(cases, "moe layer"):
         block = Block(name, tokens)
-        layers += whole(block, writer, args.quick)
+        whole(block, writer, args.quick)
         if tokens >= 16384:
-            parts += stages(block, writer, args.quick, rate, args.tflops)
+            stages(block, writer, args.quick, rate, args.tflops)
         del block
         torch.cuda.empty_cache()
     if args.plot:
-        plot(writer.rows, args.plot)
-    print(env_line(writer.env))
-    print(f"copy {rate:.2f} TB/s; GEMM floors at {args.tflops:.0f} TFLOP/s; rival: {rival()[0]}\n")
-    print(markdown(["block", "tokens", "part", "stage", "us", "floor", "x floor", "rate"], parts))
-    print()
-    print(markdown(["block", "tokens", "mode", "version", "ms", "ratio", "dB"], layers))
+        plot(writer.env, writer.rows, args.plot)
+    print(report(writer.env, writer.rows))
 
 
 if __name__ == "__main__":

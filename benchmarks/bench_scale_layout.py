@@ -142,9 +142,6 @@ def measure(case: Case, writer: Writer, quick: bool) -> None:
 def report(env: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """The tables, as Markdown."""
     parts = [env_line(env)]
-    copy = next((r["tb_per_s"] for r in rows if r.get("op") == "copy"), None)
-    if copy:
-        parts.append(f"Device copy in this run: {copy:.2f} TB/s (read + written).")
     titles = {"warm": "CUDA-graph replay, warm L2", "cold": "CUDA-graph replay, cold L2", "eager": "eager"}
     for kind, title in titles.items():
         table = _seed_table(rows, kind)

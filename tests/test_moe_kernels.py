@@ -186,6 +186,11 @@ def test_swiglu_backward_gives_what_is_wanted():
                 assert_bitwise(a, b)
 
 
+def close(got, expected):
+    """fp32 sums in another order: equal to rounding of the largest value (2.3e-5 of 10 on an H200)."""
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
+
+
 def test_reference_swiglu_is_the_gradient_of_itself():
     gate_up, grad, weights, order, offs = activations("elsewhere", 32, torch.float32)
     end = int(offs[-1])
@@ -197,10 +202,10 @@ def test_reference_swiglu_is_the_gradient_of_itself():
         row, col, hidden, d_w = reference.swiglu_backward(
             gate_up, grad, weights, order, offs, None, None, None, "rceil", torch.float32, (True,) * 4
         )
-    torch.testing.assert_close(row, d_gate_up)
-    torch.testing.assert_close(col, d_gate_up)
-    torch.testing.assert_close(hidden[:end], out[:end].detach())
-    torch.testing.assert_close(d_w, d_weights)
+    close(row, d_gate_up)
+    close(col, d_gate_up)
+    close(hidden[:end], out[:end].detach())
+    close(d_w, d_weights)
 
 
 @pytest.mark.parametrize("name", ROUTINGS)

@@ -77,7 +77,7 @@ def weight_operand(b: Tensor, recipe: MXRecipe) -> MXTensor:
 
 
 def weight_operands(b: Tensor, recipe: MXRecipe) -> tuple[MXTensor, MXTensor]:
-    """``weight_operand`` of b and of b.mT, for fprop and dgrad, from one read."""
+    """``weight_operand`` of b and of b.mT, for fprop and dgrad: 1x32 from one read, 32x32 in two launches."""
     kernels = impl(b.device)
     transposed = shapes.is_transposed(b.stride())
     stored = b.mT if transposed else b
