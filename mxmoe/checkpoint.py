@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -178,6 +179,8 @@ def _read_header(path: Path) -> dict[str, Any]:
 
     Raises: ``ValueError`` naming the file and what is wrong with it.
     """
+    from safetensors import SafetensorError, safe_open
+
     try:
         size = path.stat().st_size
         with path.open("rb") as f:
@@ -189,13 +192,19 @@ def _read_header(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is missing") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is corrupted: its header is no JSON ({error})") from None
-    header.pop("__metadata__", None)
     try:
+        header.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (TypeError, KeyError, AttributeError):
+        differs = 8 + length + end != size
+    except (TypeError, KeyError, AttributeError, IndexError):
         raise ValueError(f"{path} is corrupted: its header describes no tensors") from None
-    if 8 + length + end != size:
+    if differs:
         raise ValueError(f"{path} is truncated or corrupted: {size} bytes, its header describes {8 + length + end}")
+    try:
+        with safe_open(str(path), framework="pt"):  # checks dtypes, shapes and offsets against each other
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{path} is corrupted: {error}") from None
     return header  # type: ignore[no-any-return]
 
 
@@ -215,18 +224,31 @@ def _write_json(path: Path, value: object) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value: dict[str, Any] = json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is corrupted: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is corrupted: it holds no JSON object")
     return value
+
+
+def _sums(path: Path) -> dict[str, int]:
+    """CRC-32 sums of files that an index holds, if it does. Raises ``ValueError``."""
+    metadata = _read_json(path / INDEX).get("metadata") or {}
+    sums = metadata.get("mxmoe_crc32", {}) if isinstance(metadata, dict) else None
+    if not isinstance(sums, dict):
+        raise ValueError(f"{path / INDEX} is corrupted: its metadata is no JSON object")
+    return sums
 
 
 def _shards(path: Path) -> dict[str, list[str]]:
     """File name -> tensor names, of a folder with or without an index. Raises ``ValueError`` if they disagree."""
     if (path / INDEX).exists():
-        weight_map = _read_json(path / INDEX).get("weight_map", {})
+        weight_map = _read_json(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ValueError(f"{path / INDEX} is corrupted: it has no weight_map of file names")
         files: dict[str, list[str]] = {}
         for name, file in weight_map.items():
             files.setdefault(file, []).append(name)
@@ -236,7 +258,9 @@ def _shards(path: Path) -> dict[str, list[str]]:
             if missing:
                 raise ValueError(f"{path / file} lacks {len(missing)} tensors of the index, first {missing[0]!r}")
         return files
-    found = sorted(path.glob("*.safetensors"))
+    # Without an index a checkpoint is one file of this name; others beside it hold the same model in another form.
+    whole = path / "model.safetensors"
+    found = [whole] if whole.exists() else sorted(path.glob("*.safetensors"))
     if not found:
         raise ValueError(f"{path} holds no *.safetensors")
     return {file.name: list(_read_header(file)) for file in found}
@@ -305,13 +329,16 @@ def save_checkpoint(
         raise ValueError("the model has no MXFP8 experts: call mxmoe.quantize_experts(model) first")
     for name, module in modules.items():
         _refuse_unknown(name, module, format)
-    if (path / "config.json").exists() and not overwrite:
-        raise FileExistsError(f"{path} holds a checkpoint: choose another folder, or pass overwrite=True")
+    present = [path / "config.json", path / INDEX, *path.glob("model*.safetensors")]
+    if not overwrite and any(file.exists() for file in present):
+        raise FileExistsError(
+            f"{path} holds a checkpoint, or part of one: choose another folder, or pass overwrite=True"
+        )
 
     entries = _entries(model, modules, format)
     config = quantization_config(model, format, modules)
     path.mkdir(parents=True, exist_ok=True)
-    for stale in (*path.glob("*.safetensors"), *path.glob("*.tmp"), path / INDEX, path / "config.json"):
+    for stale in (*present, *path.glob("model*.tmp")):
         stale.unlink(missing_ok=True)
     shards = _plan(entries, max_shard_size)
     weight_map: dict[str, str] = {}
@@ -433,15 +460,20 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], *, verify: b
 
     Everything is checked before anything is loaded: files, headers, sums, names, shapes and dtypes. Then experts are
     replaced layer by layer, so there are never two copies of the model.
-    Raises: ``ValueError`` naming the file or tensor. Sync: copies to the device.
+    A module that was quantized before keeps its recipe. Tensors that the family's models ignore in a checkpoint
+    (layers that predict further tokens) are ignored.
+    Raises: ``ValueError`` naming the file or tensor, or if the model is on the meta device. Sync: copies to the device.
     """
     path = Path(path)
+    if empty := next((name for name, t in model.state_dict().items() if t.is_meta), None):
+        raise ValueError(f"{empty} has no memory (meta device): build the model on a CPU or a GPU")
     config = _read_json(path / "config.json").get("quantization_config")
     format = _format_of(config, path)
     shards = _shards(path)
     if verify and (path / INDEX).exists():
-        sums = _read_json(path / INDEX).get("metadata", {}).get("mxmoe_crc32", {})
-        for file, expected in sums.items():
+        for file, expected in _sums(path).items():
+            if not (path / file).exists():
+                raise ValueError(f"{path / file} is missing")
             if _crc32(path / file) != expected:
                 raise ValueError(f"{path / file} is corrupted: its CRC-32 differs from the one in {INDEX}")
     headers = {name: (file, entry) for file in shards for name, entry in _read_header(path / file).items()}
@@ -516,13 +548,19 @@ def _load_plan(model: nn.Module, headers: Mapping[str, tuple[str, Any]], format:
         _expect(headers, key, None, list(state[name].shape), path)
         plain[key] = name
         used.add(key)
-    unexpected = sorted(headers.keys() - used)
+    unexpected = sorted(key for key in headers.keys() - used if not _ignored(model, key))
     if unexpected:
         raise ValueError(
             f"{path} holds {len(unexpected)} tensors that {type(model).__name__} has no place for, "
             f"first {unexpected[0]!r}"
         )
     return _Plan(plain, high, experts)
+
+
+def _ignored(model: nn.Module, key: str) -> bool:
+    """Whether transformers, too, leaves this tensor of a checkpoint aside (layers that predict further tokens)."""
+    patterns: Iterable[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(pattern, key) for pattern in patterns)
 
 
 def _expect(headers: Mapping[str, tuple[str, Any]], name: str, dtype: str | None, shape: list[int], path: Path) -> None:
@@ -564,7 +602,8 @@ def _load(model: nn.Module, plan: _Plan, headers: Mapping[str, tuple[str, Any]],
         return reader.tensor(headers[name][0], name)
 
     for module_name, weights in plan.experts.items():
-        module = model.get_submodule(module_name)
+        module: Any = model.get_submodule(module_name)
+        recipe = module.mxmoe_recipe if serving.is_quantized(module) else serving.SERVING_RECIPE
         for weight, keys in weights.items():
             device = serving.stored(module, weight).device
             e, n, k = serving.logical_shape(module, weight)
@@ -575,7 +614,8 @@ def _load(model: nn.Module, plan: _Plan, headers: Mapping[str, tuple[str, Any]],
                 qdata[part.expert, at] = read(key).view(torch.uint8).to(device)
                 scale[part.expert, at] = read(f"{key.removesuffix('weight')}{suffix}").view(torch.uint8).to(device)
             serving.set_weight(module, weight, qdata, scale)
-        serving.finish(module)
+        serving.finish(module, recipe)
+    serving.guard(model)
     state = model.state_dict()
     with torch.no_grad():
         for key, view in plan.high.items():
@@ -630,6 +670,14 @@ def convert_checkpoint(
     }
     done = _resume(dst, wanted)
     quantization = quantization_config(model, format, modules)
+    if format == "compressed-tensors":  # engines may build the layers that transformers ignores: bf16, as they were
+        extra = {
+            name.removesuffix(".weight")
+            for names in shards.values()
+            for name in names
+            if name.endswith(".weight") and _ignored(model, name)
+        }
+        quantization["ignore"] += sorted(extra - set(quantization["ignore"]))
 
     weight_map: dict[str, str] = {}
     total = 0
@@ -701,7 +749,8 @@ def _resume(dst: Path, wanted: Mapping[str, object]) -> dict[str, int]:
     dst.mkdir(parents=True, exist_ok=True)
     state = dst / STATE
     if not state.exists():
-        if any(dst.iterdir()):
+        half = state.with_name(state.name + ".tmp")  # interrupted before the state file had its name
+        if any(file != half for file in dst.iterdir()):
             raise FileExistsError(
                 f"{dst} is not empty and was not left by an interrupted conversion: choose another folder"
             )

@@ -110,6 +110,20 @@ def finish(module: Any, recipe: MXRecipe = SERVING_RECIPE) -> None:
         module.config = huggingface.config_with(module.config, huggingface_fp8.MX_NAME)
 
 
+def guard(model: nn.Module) -> None:
+    """Make ``save_pretrained`` of a model with MXFP8 experts an error: its files would load as numbers, not bytes."""
+    for module in model.modules():
+        if hasattr(type(module), "save_pretrained") and any(is_quantized(m) for m in module.modules()):
+            module.__dict__["save_pretrained"] = _refuse_save_pretrained
+
+
+def _refuse_save_pretrained(*args: object, **kwargs: object) -> None:
+    raise ValueError(
+        "save_pretrained() knows nothing of MXFP8 experts, and its files would load with wrong weights: "
+        "use mxmoe.save_checkpoint(model, path)"
+    )
+
+
 # --- report ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class LayerReport:
@@ -203,8 +217,9 @@ def quantize_experts(
     | ``allow_none`` | bool | nothing to quantize is no error |
 
     One weight at a time: never two copies of the model. The result survives ``.to(dtype)``, ``.to(device)``, deepcopy,
-    pickle and state_dict; its state_dict loads into another quantized model. It has no gradient to its weights and
-    cannot be reverted. Modules that are quantized already are reported as they are.
+    pickle and state_dict; its state_dict loads into another quantized model. It has no gradient to its weights, cannot
+    be reverted, and refuses ``save_pretrained`` (:func:`mxmoe.save_checkpoint` instead). Modules that are quantized
+    already are reported as they are; weights on the meta device (offloaded ones) are skipped.
     Raises: ``TypeError``; ``ValueError`` if nothing was quantized, for patterns that match nothing, or for a recipe
     that is not e4m3. Sync: one per weight if ``measure``.
     """
@@ -243,6 +258,7 @@ def quantize_experts(
             finish(module, recipe)
             replaced.append(_converted(name, module, True))
             advance(1)
+    guard(model)
     report = QuantizationReport(
         tuple(replaced),
         tuple(skipped),
@@ -261,6 +277,8 @@ def _reason_to_skip(name: str, module: nn.Module, included: tuple[str, ...], exc
         return "not in include"
     if hit := next((pattern for pattern in excluded if fnmatch.fnmatchcase(name, pattern)), None):
         return f"excluded by {hit!r}"
+    if any(p.is_meta for p in module.parameters(recurse=False)):
+        return f"{type(module).__name__} has weights without memory (meta device, or offloaded): load them first"
     return None if is_experts(module) and huggingface.dispatches(module) else huggingface.why_not(module)
 
 

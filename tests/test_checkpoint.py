@@ -138,8 +138,17 @@ def test_refusals(tmp_path):
     mxmoe.save_checkpoint(quantized(), tmp_path)
     with pytest.raises(FileExistsError, match="holds a checkpoint"):
         mxmoe.save_checkpoint(quantized(), tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"of somebody else")
     mxmoe.save_checkpoint(quantized(seed=1), tmp_path, "compressed-tensors", overwrite=True)
+    assert (tmp_path / "adapter_model.safetensors").read_bytes() == b"of somebody else"
+    (tmp_path / "adapter_model.safetensors").unlink()
     assert not any(k.endswith("_scale_inv") for k in tensors_of(tmp_path))
+    other = tmp_path / "weights_only"
+    other.mkdir()
+    (other / "model.safetensors").write_bytes(b"precious")
+    with pytest.raises(FileExistsError, match="or part of one"):
+        mxmoe.save_checkpoint(quantized(), other)
+    assert (other / "model.safetensors").read_bytes() == b"precious"
 
 
 # --- round trips -----------------------------------------------------------------------------------------------------
@@ -282,6 +291,61 @@ def test_a_damaged_file_leaves_nothing_half_loaded(damage, message, tmp_path):
         cases.assert_bitwise(model.state_dict()[k], v, k)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"dtype":"BF16"', b'"dtype":"BG16"'),
+        (b'"dtype":"BF16"', b'"dtype":"F32" '),
+        (b'"data_offsets":[', b'"data_offsetz":['),
+        (b'"shape":[', b'"shapf":['),
+    ],
+)
+def test_a_damaged_header_without_sums(old, new, tmp_path):
+    """Checkpoints of others have no CRC-32: a header that is JSON but wrong is found before anything is loaded."""
+    mxmoe.save_checkpoint(quantized(dtype=torch.bfloat16), tmp_path, max_shard_size=60_000)
+    (tmp_path / checkpoint.INDEX).unlink()
+    file = max(f for f in tmp_path.glob("*.safetensors") if old in f.read_bytes())
+    head, tail = file.read_bytes().rsplit(old, 1)
+    file.write_bytes(head + new + tail)
+    model = model_of("qwen3_moe", dtype=torch.bfloat16, seed=1)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(ValueError, match=f"{file.name} is (truncated or )?corrupted"):
+        mxmoe.load_checkpoint(model, tmp_path)
+    assert model.state_dict().keys() == before.keys()
+    for k, v in before.items():
+        cases.assert_bitwise(model.state_dict()[k], v, k)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "{}"])
+@pytest.mark.parametrize("file", [checkpoint.INDEX, "config.json"])
+def test_json_of_another_shape(file, text, tmp_path):
+    mxmoe.save_checkpoint(quantized(), tmp_path)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=f"{file}( is corrupted| has no quantization_config)"):
+        mxmoe.load_checkpoint(model_of("qwen3_moe"), tmp_path)
+
+
+def test_a_file_of_the_sums_is_missing(tmp_path):
+    mxmoe.save_checkpoint(quantized(), tmp_path)
+    index = json.loads((tmp_path / checkpoint.INDEX).read_text())
+    index["metadata"]["mxmoe_crc32"]["gone.safetensors"] = 1
+    (tmp_path / checkpoint.INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"gone\.safetensors is missing"):
+        mxmoe.load_checkpoint(model_of("qwen3_moe"), tmp_path)
+
+
+def test_load_keeps_the_recipe_and_refuses_meta(tmp_path):
+    model = model_of("qwen3_moe")
+    mxmoe.quantize_experts(model, recipe=mxmoe.MXRecipe(), progress=False)
+    mxmoe.save_checkpoint(model, tmp_path)
+    other = model_of("qwen3_moe", seed=1)
+    mxmoe.quantize_experts(other, recipe=mxmoe.MXRecipe(), progress=False)
+    mxmoe.load_checkpoint(other, tmp_path)
+    cases.assert_bitwise(logits(other), logits(model))
+    with pytest.raises(ValueError, match="has no memory"):
+        mxmoe.load_checkpoint(model_of("qwen3_moe").to("meta"), tmp_path)
+
+
 def rewrite(path, change):
     """Change the tensors of a checkpoint of one file, and drop the index that no longer fits."""
     file = path / "model.safetensors"
@@ -411,6 +475,37 @@ def test_convert_resumes_and_cleans_up(source, tmp_path, monkeypatch):
     assert a.keys() == b.keys()
     for name, t in b.items():
         cases.assert_bitwise(a[name], t, name)
+
+
+def test_killed_before_the_first_state(source, tmp_path):
+    """kill -9 while the state file was written: its unfinished copy is all there is, and it is ours."""
+    dst = tmp_path / "dst"
+    dst.mkdir()
+    (dst / f"{checkpoint.STATE}.tmp").write_text('{"sou')
+    checkpoint.convert_checkpoint(source, dst, progress=False)
+    assert not list(dst.glob("*.tmp"))
+    mxmoe.load_checkpoint(model_of("qwen3_moe", dtype=torch.bfloat16), dst)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_layers_that_transformers_ignores(family, tmp_path):
+    """Layers that predict further tokens (46 of glm4_moe, 61 of deepseek_v3) stay bf16, are listed so, and load."""
+    layer = {"glm4_moe": 46, "deepseek_v3": 61}[family]
+    source = tmp_path / "src"
+    tiny_models.tiny(family, dtype=torch.bfloat16).save_pretrained(source)
+    tensors = load_file(source / "model.safetensors")
+    key = f"model.layers.{layer}.mlp.experts.0.up_proj"
+    tensors[f"{key}.weight"] = tensors["model.layers.1.mlp.experts.0.up_proj.weight"].clone()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, source / "consolidated.safetensors")  # the same model for another engine: not read
+    for format in checkpoint.FORMATS:
+        dst = tmp_path / format
+        checkpoint.convert_checkpoint(source, dst, format=format, progress=False)
+        assert [f.name for f in dst.glob("*.safetensors")] == ["model.safetensors"]
+        cases.assert_bitwise(tensors_of(dst)[f"{key}.weight"], tensors[f"{key}.weight"])
+        mxmoe.load_checkpoint(model_of(family, dtype=torch.bfloat16), dst)
+    config = json.loads((tmp_path / "compressed-tensors/config.json").read_text())
+    assert key in config["quantization_config"]["ignore"]
 
 
 def test_convert_refuses(source, tmp_path, capsys):

@@ -128,6 +128,26 @@ def test_include_exclude_and_nothing():
         mxmoe.quantize_experts({})
 
 
+def test_save_pretrained_is_refused(tmp_path):
+    """Its files would hold bytes under the names of weights, and load without an error."""
+    model, _ = quantized()
+    for one in (model, model.model, copy.deepcopy(model)):
+        with pytest.raises(ValueError, match=r"use mxmoe\.save_checkpoint"):
+            one.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    cases.assert_bitwise(logits(torch.load(buffer, weights_only=False)), logits(model))
+
+
+def test_weights_without_memory_are_not_quantized():
+    model = tiny_models.tiny("qwen3_moe").to("meta")
+    with pytest.raises(ValueError, match="weights without memory"):
+        mxmoe.quantize_experts(model, progress=False, measure=False)
+    assert model.model.layers[0].mlp.experts.down_proj.dtype == torch.float32
+
+
 def test_generate_uses_the_kernel():
     model, _ = quantized(dtype=torch.bfloat16)
     ids = tiny_models.token_ids(2, 5).to(DEVICE)
@@ -202,6 +222,26 @@ def test_registering_is_idempotent_and_says_who_is_there():
     huggingface_fp8.register()
     with pytest.raises(ValueError, match="'grouped_mm' is registered in transformers already"):
         huggingface_fp8.register("grouped_mm")
+
+
+def test_registering_keeps_a_recipe_that_was_asked_for():
+    """quantize_experts() registers too: that must not change how another model runs."""
+    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+
+    from mxmoe.integrations import huggingface
+
+    table = FP8ExpertsInterface._global_mapping
+    names = ("mxmoe_recipe_test", "mxmoe_recipe_test_2")
+    try:
+        huggingface_fp8.register(names[0], recipe=MXRecipe())
+        huggingface_fp8.register(names[0])
+        huggingface.register(names[1], recipe=MXRecipe(scale_mode="floor"))
+        assert table[names[0]].keywords["recipe"] == MXRecipe()
+        assert table[names[1]].keywords["recipe"] == MXRecipe(scale_mode="floor")
+    finally:
+        for name in names:
+            table.pop(name, None)
+            huggingface._interface()._global_mapping.pop(name, None)
 
 
 @pytest.mark.gpu

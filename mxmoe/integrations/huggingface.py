@@ -43,7 +43,7 @@ def register(name: str = NAME, *, recipe: MXRecipe | None = None) -> None:
     """Make ``experts_implementation=name`` known to transformers. Idempotent.
 
     Args: ``recipe``: used by modules that have none of their own (``mxmoe.convert`` gives each module its own);
-    ``MXRecipe()`` by default.
+    ``MXRecipe()`` by default, and weight-only for experts of an MXFP8 checkpoint.
     Raises: ``ImportError`` without transformers 5.x; ``ValueError`` if the name is taken by something else.
     """
     interface = _interface()
@@ -62,7 +62,7 @@ def register(name: str = NAME, *, recipe: MXRecipe | None = None) -> None:
     from . import huggingface_fp8
 
     interface.register(name, forward)
-    huggingface_fp8.register(name)  # the table that serves MXFP8 checkpoints
+    huggingface_fp8.register(name, recipe=recipe)  # the table that serves MXFP8 checkpoints
 
 
 def mxmoe_experts_forward(

@@ -32,7 +32,7 @@ SERVING_RECIPE = MXRecipe(activations="bf16")
 def register(name: str = NAME, *, recipe: MXRecipe | None = None) -> None:
     """Make both experts functions known to transformers. Idempotent.
 
-    Args: ``recipe``: of modules that carry none; weight-only by default.
+    Args: ``recipe``: of modules that carry none; None: what an earlier call said, weight-only at first.
     Raises: ``ImportError`` without transformers 5.x; ``ValueError`` if the name is taken.
     """
     try:
@@ -49,7 +49,8 @@ def register(name: str = NAME, *, recipe: MXRecipe | None = None) -> None:
         raise ValueError(
             f"fp8 experts implementation {name!r} is registered in transformers already: take another name"
         )
-    FP8ExpertsInterface.register(name, forward)
+    if present is None or recipe is not None:
+        FP8ExpertsInterface.register(name, forward)
     ExpertsInterface.register(MX_NAME, mx_module_forward)
 
 
