@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from . import serving
 from .formats import BLOCK, SCALE_DTYPE, SCALE_MODES
+from .integrations.huggingface_fp8 import SERVING_RECIPE
 
 FORMATS: Final = ("hf", "compressed-tensors")
 INDEX: Final = "model.safetensors.index.json"
@@ -603,7 +604,7 @@ def _load(model: nn.Module, plan: _Plan, headers: Mapping[str, tuple[str, Any]],
 
     for module_name, weights in plan.experts.items():
         module: Any = model.get_submodule(module_name)
-        recipe = module.mxmoe_recipe if serving.is_quantized(module) else serving.SERVING_RECIPE
+        recipe = module.mxmoe_recipe if serving.is_quantized(module) else SERVING_RECIPE
         for weight, keys in weights.items():
             device = serving.stored(module, weight).device
             e, n, k = serving.logical_shape(module, weight)
