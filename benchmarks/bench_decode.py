@@ -170,7 +170,9 @@ def _crossover(found: dict[tuple[Any, ...], dict[str, Any]], shape: tuple[int, .
     for t in tokens:
         if found[shape, t, "expand"]["us"] < found[shape, t, "decode"]["us"]:
             return f"{shape}: expanding the weights first is faster from {t:g} tokens per expert."
-    return f"{shape}: decoding is faster than expanding the weights up to {tokens[-1]:g} tokens per expert." if tokens else ""
+    if not tokens:
+        return ""
+    return f"{shape}: decoding is faster than expanding the weights up to {tokens[-1]:g} tokens per expert."
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
