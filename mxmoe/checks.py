@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from .formats import BLOCKS, INPUT_DTYPES, LAYOUTS, SCALE_MODES, elem_format
 
 _DTYPE_NAMES = ", ".join(str(d).removeprefix("torch.") for d in INPUT_DTYPES)
+_INT32_MAX = 2**31 - 1
 
 
 def _is_dtensor(t: Tensor) -> bool:
@@ -21,7 +22,7 @@ def _is_dtensor(t: Tensor) -> bool:
 
 
 def tensor(t: object, name: str, dims: tuple[int, ...] | None = None) -> Tensor:
-    """A local floating-point tensor of one of ``dims`` dims."""
+    """A local floating-point tensor of one of ``dims`` dims, outside of derivatives the ops do not have."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
     if _is_dtensor(t):
@@ -37,11 +38,33 @@ def tensor(t: object, name: str, dims: tuple[int, ...] | None = None) -> Tensor:
     if dims is not None and t.ndim not in dims:
         wanted = " or ".join(f"{d}-D" for d in dims)
         raise ValueError(f"{name} must be {wanted}, got shape {tuple(t.shape)}")
+    derivative(t, name)
     return t
 
 
-def offs(value: object, name: str, device: torch.device, groups: int | None = None) -> Tensor:
-    """Group ends as an int32 tensor ``(G,)`` on ``device``; int64 is cast. Contents need a sync: see ``debug_offs``."""
+def derivative(t: Tensor, name: str) -> None:
+    """Refuse forward-mode AD, which would drop the tangent of ``t``, and torch.func.grad, which custom ops cannot do.
+
+    vmap needs nothing: torch runs the ops entry by entry.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+        raise NotImplementedError(f"{name} has a tangent: mxmoe has reverse-mode gradients only, no forward-mode AD")
+    if torch._C._are_functorch_transforms_active():
+        levels = torch._C._functorch.get_interpreter_stack() or ()
+        if any(level.key() == torch._C._functorch.TransformType.Grad for level in levels):
+            raise NotImplementedError(
+                f"{name} came to mxmoe inside torch.func.grad (or vjp, jacrev, hessian), which cannot differentiate custom "
+                "ops: use loss.backward() or torch.autograd.grad (torch.func.functional_call works with both)"
+            )
+
+
+def offs(value: object, name: str, device: torch.device, groups: int | None = None, total: int | None = None) -> Tensor:
+    """Group ends as an int32 tensor ``(G,)`` on ``device``; int64 is clamped and cast.
+
+    Contents need a sync: with ``total``, the rows there are, they are checked under ``MXMOE_DEBUG=1`` (``debug_offs``).
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be an int32 tensor of group ends on {device}, got {type(value).__name__}")
     if value.dtype not in (torch.int32, torch.int64):
@@ -59,9 +82,12 @@ def offs(value: object, name: str, device: torch.device, groups: int | None = No
         if value.shape[0] == groups + 1:
             hint = f" ({name} holds cumulative ends without a leading zero: drop the first entry if it is 0)"
         raise ValueError(f"{name} has {value.shape[0]} entries, expected {groups}: one cumulative end per group{hint}")
-    if value.dtype == torch.int32 and value.is_contiguous():
-        return value  # nothing to do: to() and contiguous() would take 1.5 us of every call
-    return value.to(torch.int32).contiguous()
+    if total is not None:
+        maybe_debug_offs(value, total, name)
+    if value.dtype == torch.int32:
+        # contiguous() alone would take 1 us of every call
+        return value if value.is_contiguous() else value.contiguous()
+    return value.clamp(0, _INT32_MAX).to(torch.int32).contiguous()  # cast alone, 2**32 + 5 would be a valid end
 
 
 def debug_offs(value: Tensor, total: int, name: str = "offs") -> None:
@@ -108,14 +134,6 @@ def maybe_debug_equal(value: Tensor, other: Tensor, name: str, other_name: str) 
         return
     if not torch.equal(value.to(other.dtype), other):
         raise ValueError(f"{name} {value.tolist()} and {other_name} {other.tolist()} must be the same group ends")
-
-
-def no_tangent(t: Tensor, name: str) -> None:
-    """Refuse a dual tensor of forward-mode AD: the ops have no such derivative and would drop its tangent."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    if forward_ad.unpack_dual(t).tangent is not None:
-        raise NotImplementedError(f"{name} has a tangent: mxmoe has reverse-mode gradients only, no forward-mode AD")
 
 
 def block(value: str) -> str:

@@ -14,7 +14,7 @@ from .formats import BLOCK
 
 def safe_ends(offs: Tensor, total: int) -> Tensor:
     """Ends clamped to ``[0, total]`` and made non-decreasing, int32 ``(G,)``."""
-    ends = offs.to(torch.int32).clamp(0, total)
+    ends = offs.clamp(0, total).to(torch.int32)
     if ends.numel() == 0:
         return ends
     return torch.cummax(ends, 0).values

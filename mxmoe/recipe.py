@@ -80,7 +80,7 @@ class MXRecipe:
 
     @staticmethod
     def from_key(key: str) -> MXRecipe:
-        """Inverse of ``key``."""
+        """Inverse of ``key``. Fields that are left out have their defaults. ``ValueError`` for anything else."""
         return _from_key(key)
 
 
@@ -106,14 +106,20 @@ def _key(recipe: MXRecipe) -> str:
 
 @functools.cache
 def _from_key(key: str) -> MXRecipe:
+    if not isinstance(key, str):
+        raise TypeError(f"the key of an MXRecipe is text, got {type(key).__name__}")
     fields: dict[str, object] = {}
-    for part in key.split(","):
-        name, _, value = part.partition("=")
-        if name.endswith("elem_dtype"):
-            fields[name] = _DTYPES[value]
-        elif name == "weight_block":
-            rows, _, cols = value.partition("x")
-            fields[name] = (int(rows), int(cols))
-        else:
-            fields[name] = value
-    return MXRecipe(**fields)  # type: ignore[arg-type]
+    try:
+        for part in key.split(","):
+            name, _, value = part.partition("=")
+            if name not in _CHOICES or name in fields:
+                raise ValueError(f"{name!r} is {'given twice' if name in fields else 'no field'}")
+            if name == "weight_block":
+                fields[name] = tuple(int(size) for size in value.split("x"))
+            else:
+                fields[name] = _DTYPES.get(value, value)
+        return MXRecipe(**fields)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(
+            f"not the key of an MXRecipe: {key!r} ({error}). A key is field=value, joined by commas: {MXRecipe().key!r}"
+        ) from None

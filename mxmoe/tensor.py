@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import shapes
+from .checks import derivative
 from .formats import ELEM_FORMATS, SCALE_DTYPE
 
 _TRANSPOSED_BLOCK = {"rowwise": "colwise", "colwise": "rowwise", "square": "square"}
@@ -131,6 +132,7 @@ def check(t: MXTensor, name: str) -> MXTensor:
     """
     if torch.compiler.is_compiling():
         return t
+    derivative(t.qdata, name)
     if t.qdata.dtype not in ELEM_FORMATS or t.scale.dtype != SCALE_DTYPE:
         raise TypeError(
             f"{name} must hold fp8 values and {SCALE_DTYPE} scales, got {t.qdata.dtype} and {t.scale.dtype}"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..ops import moe as _ops  # noqa: F401  (defines the ops)
 
 
@@ -63,6 +64,7 @@ def permute(x: Tensor, routing: Routing) -> Tensor:
 
     Sync: none. Empty: T = 0 gives ``(0, H)``. Gradient: to x, a sum in a fixed order.
     """
+    checks.derivative(x, "x")
     return torch.ops.mxmoe.moe_gather(x, None, routing.position, routing.offs)
 
 
@@ -77,4 +79,7 @@ def combine(rows: Tensor, top_k_weights: Tensor | None, routing: Routing) -> Ten
     Summed in fp32 in a fixed order, no atomics: two runs give the same bits. Rows of slots without an expert are
     left out, whatever they hold. Returns: ``(T, H)``, dtype of rows. Sync: none. Gradient: to rows and weights.
     """
+    checks.derivative(rows, "rows")
+    if top_k_weights is not None:
+        checks.derivative(top_k_weights, "top_k_weights")
     return torch.ops.mxmoe.moe_combine(rows, top_k_weights, routing.position, routing.offs)

@@ -186,14 +186,12 @@ def bf16_grouped_mm(
     match form:
         case (2, 3):
             _contracts(x, w, 1, 1)
-            ends = checks.offs(offs, "offs", x.device, w.shape[0])
-            checks.maybe_debug_offs(ends, x.shape[0])
+            ends = checks.offs(offs, "offs", x.device, w.shape[0], total=x.shape[0])
             bias = None if bias is None else checks.bias(bias, w.shape[0], w.shape[2], x.device)
             out: Tensor = ops.bf16_mm_m_groups(x, w.mT, ends, bias, dtype)
         case (2, 2):
             _contracts(x, w, 1, 0)
-            ends = checks.offs(offs, "offs", x.device)
-            checks.maybe_debug_offs(ends, w.shape[0])
+            ends = checks.offs(offs, "offs", x.device, total=w.shape[0])
             out = ops.bf16_mm_k_groups(x.t(), w, ends, dtype)
         case (3, 3):
             _contracts(x, w, 2, 1)
@@ -208,7 +206,6 @@ def bf16_grouped_mm(
             out = flat.view(g, m, w.shape[2])
         case _:
             _contracts(x, w, 2, 0)
-            ends = checks.offs(offs, "offs", x.device, x.shape[0])
-            checks.maybe_debug_offs(ends, w.shape[1])
+            ends = checks.offs(offs, "offs", x.device, x.shape[0], total=w.shape[1])
             out = ops.bf16_mm_m_groups(w.t(), x, ends, None, dtype).t().contiguous()
     return out

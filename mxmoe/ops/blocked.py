@@ -229,9 +229,8 @@ def to_blocked_m_groups(scale: Tensor, offs: Tensor, *, method: Method = "parall
     Source: scale_a of ``torch._scaled_grouped_mm``, 2-D x 3-D; ``docs/layouts.md``.
     """
     data = _check_scale(scale, "scale", 2, "(M, C)")
-    offs = checks.offs(offs, "offs", data.device)
+    offs = checks.offs(offs, "offs", data.device, total=data.shape[0])
     _check_method(method)
-    checks.maybe_debug_offs(offs, data.shape[0])
     return _like(_to_blocked_m_groups(data, offs, method), scale.dtype)
 
 
@@ -275,9 +274,8 @@ def to_blocked_k_groups(scale: Tensor, offs: Tensor, *, method: Method = "parall
     Source: scale_a and scale_b of ``torch._scaled_grouped_mm``, 2-D x 2-D; ``docs/layouts.md``.
     """
     data = _check_scale(scale, "scale", 2, "(R, C)")
-    offs = checks.offs(offs, "offs", data.device)
+    offs = checks.offs(offs, "offs", data.device, total=data.shape[1])
     _check_method(method)
-    checks.maybe_debug_offs(offs, data.shape[1])
     return _like(_to_blocked_k_groups(data, offs, method), scale.dtype)
 
 

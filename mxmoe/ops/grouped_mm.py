@@ -432,9 +432,7 @@ def _operand(t: object, name: str) -> Tensor | MXTensor:
         if t.ndim not in (2, 3):
             raise ValueError(f"{name} must be 2-D or 3-D, got shape {tuple(t.shape)}")
         return check(t, name)
-    t = checks.tensor(t, name, dims=(2, 3))
-    checks.no_tangent(t, name)
-    return t
+    return checks.tensor(t, name, dims=(2, 3))
 
 
 def _recipe(recipe: MXRecipe | None) -> MXRecipe:
@@ -545,8 +543,7 @@ def _form_2d_3d(
 ) -> Tensor:
     _contracts(x.shape, w.shape, 1, 1)
     groups_, k, n = w.shape
-    ends = checks.offs(offs, "offs", x.device, groups_)
-    checks.maybe_debug_offs(ends, x.shape[0])
+    ends = checks.offs(offs, "offs", x.device, groups_, total=x.shape[0])
     if bias is not None:
         bias = checks.bias(bias, groups_, n, x.device)
     _runnable(x.device, recipe, n, k)
@@ -565,8 +562,7 @@ def _form_3d_2d(
     if bias is not None:
         raise ValueError("bias is not defined for a 3-D x and a 2-D w: the groups run along N")
     groups_, m, k = x.shape
-    ends = checks.offs(offs, "offs", x.device, groups_)
-    checks.maybe_debug_offs(ends, w.shape[1])
+    ends = checks.offs(offs, "offs", x.device, groups_, total=w.shape[1])
     _runnable(x.device, recipe, m, k)
     out = _m(_transposed(_flat(w, "colwise", "w")), _flat(x, "rowwise", "x"), ends, None, dtype, recipe)
     return out.t().contiguous()
@@ -616,8 +612,7 @@ def _form_2d_2d(
         assert isinstance(x, MXTensor)
         assert x.source_offs is not None
         offs = x.source_offs
-    ends = checks.offs(offs, "offs", x.device)
-    checks.maybe_debug_offs(ends, x.shape[1])
+    ends = checks.offs(offs, "offs", x.device, total=x.shape[1])
     for t, name in ((x, "x"), (w, "w")):
         if isinstance(t, MXTensor) and (not t.k_groups or t.offs is None or t.offs.shape[0] != ends.shape[0]):
             raise ValueError(

@@ -151,9 +151,7 @@ def _checked(x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, scale_mode
         return None
     if x.ndim != 2:
         raise ValueError(f"offs groups the rows of a 2-D x, got x of shape {tuple(x.shape)}: pass offs=None")
-    offs = checks.offs(offs, "offs", x.device)
-    checks.maybe_debug_offs(offs, x.shape[0])
-    return offs
+    return checks.offs(offs, "offs", x.device, total=x.shape[0])
 
 
 def quantize(

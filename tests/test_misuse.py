@@ -1,0 +1,182 @@
+"""Calls that cannot work say so, by the name of the argument and what to do; calls that look odd and are right work."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from cases import DEVICE, assert_bitwise, ends, scaled_randn
+
+import mxmoe
+from mxmoe import MXRecipe, checks, groups
+from mxmoe.nn import routing
+from mxmoe.ops.moe import experts
+
+BF16 = torch.bfloat16
+
+
+def operands(m=96, n=48, k=64, g=3, dtype=BF16):
+    """x, w (G, K, N) as a view of the parameter, offs, bias."""
+    x, w = scaled_randn(m, k, dtype=dtype), scaled_randn(g, n, k, dtype=dtype, seed=1)
+    return x, w.mT, ends([m // g] * g), scaled_randn(g, n, dtype=dtype, seed=2)
+
+
+def layer():
+    """x, ids, weights, up, down of an expert layer."""
+    ids = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2]], device=DEVICE)
+    return scaled_randn(4, 32), ids, torch.rand(4, 2, device=DEVICE), scaled_randn(3, 64, 32), scaled_randn(3, 32, 32)
+
+
+# --- derivatives -----------------------------------------------------------------------------------------------------
+def differentiable():
+    """Every public function that takes a tensor with values: name -> (function of that tensor, the tensor)."""
+    x, w, offs, bias = operands()
+    a, b = mxmoe.quantize(x), mxmoe.quantize(w.mT).mT
+    batch, rows = x.view(3, 32, 64), mxmoe.quantize(x, block="colwise", offs=offs)
+    tokens, ids, weights, up, down = layer()
+    found = routing.route(ids, 3)
+    sorted_rows = routing.permute(tokens, found)
+    return {
+        "grouped_mm x": (lambda t: mxmoe.grouped_mm(t, w, offs), x),
+        "grouped_mm w": (lambda t: mxmoe.grouped_mm(x, t, offs), w),
+        "grouped_mm bias": (lambda t: mxmoe.grouped_mm(x, w, offs, bias=t), bias),
+        "grouped_mm 3-D": (lambda t: mxmoe.grouped_mm(t, w), batch),
+        "grouped_mm 2-D": (lambda t: mxmoe.grouped_mm(t.t(), x, offs), x),
+        "grouped_mm mirror": (lambda t: mxmoe.grouped_mm(t, x.t(), offs), w.mT),
+        "grouped_mm MXTensor": (lambda t: mxmoe.grouped_mm(t, b, offs), x),
+        "scaled_grouped_mm bias": (lambda t: mxmoe.scaled_grouped_mm(a, b, offs, bias=t), bias),
+        "bf16_grouped_mm x": (lambda t: mxmoe.bf16_grouped_mm(t, w, offs), x),
+        "bf16_grouped_mm w": (lambda t: mxmoe.bf16_grouped_mm(x, t, offs), w),
+        "bf16_grouped_mm bias": (lambda t: mxmoe.bf16_grouped_mm(x, w, offs, bias=t), bias),
+        "quantize": (lambda t: mxmoe.quantize(t).qdata.float(), x),
+        "quantize_both": (lambda t: mxmoe.quantize_both(t)[1].qdata.float(), x),
+        "dequantize": (lambda t: mxmoe.dequantize(rows) + t, x),
+        "fake_quantize": (lambda t: mxmoe.fake_quantize(t), x),
+        "permute": (lambda t: routing.permute(t, found), tokens),
+        "combine rows": (lambda t: routing.combine(t, weights, found), sorted_rows),
+        "combine weights": (lambda t: routing.combine(sorted_rows, t, found), weights),
+        "experts x": (lambda t: experts(t, ids, weights, up, down), tokens),
+        "experts up": (lambda t: experts(tokens, ids, weights, t, down), up),
+    }
+
+
+def refuses(name, match, fn, *args):
+    """fn(*args) raises NotImplementedError with such a message; a failure prints the name."""
+    try:
+        fn(*args)
+    except NotImplementedError as error:
+        assert re.search(match, str(error)), f"{name}: {error}"  # noqa: PT017 (the name would be lost)
+    else:
+        pytest.fail(f"{name}: accepted")
+
+
+def test_torch_func_grad_says_what_to_use():
+    """torch's own text was about a staticmethod of an autograd.Function that no user wrote."""
+    text = r"inside torch.func.grad .*use loss.backward\(\)"
+    for name, (fn, t) in differentiable().items():
+        grad = torch.func.grad(lambda v, fn=fn: fn(v).float().sum())
+        refuses(name, text, grad, t)
+        refuses(name, text, torch.func.vmap(grad), t[None])
+        refuses(name, text, torch.func.grad(lambda v, fn=fn: torch.func.vmap(fn)(v).float().sum()), t[None])
+
+
+def test_a_tangent_is_refused():
+    """It was dropped without a word."""
+    for name, (fn, t) in differentiable().items():
+        if name != "dequantize":
+            refuses(name, "has a tangent: .* reverse-mode", torch.func.jvp, fn, (t,), (torch.ones_like(t),))
+
+
+def test_no_tangent_no_complaint():
+    x, w, offs, _ = operands()
+    with torch.autograd.forward_ad.dual_level():
+        assert_bitwise(mxmoe.grouped_mm(x, w, offs), mxmoe.grouped_mm(x, w, offs), "under a dual level")
+
+
+def test_vmap_runs_the_entries_one_by_one():
+    x, w, offs, _ = operands(m=33, n=32)
+    many = torch.stack([x, -2 * x])
+    out = torch.func.vmap(lambda t: mxmoe.grouped_mm(t, w, offs))(many)
+    for i in range(2):
+        assert_bitwise(out[i], mxmoe.grouped_mm(many[i], w, offs), f"entry {i}")
+
+
+def test_functional_call_with_backward():
+    """What the message of torch.func.grad points to."""
+    module = mxmoe.nn.Experts(3, 32, 32, dtype=BF16).to(DEVICE)
+    x, ids, weights, _, _ = layer()
+    params = {k: v.detach().clone().requires_grad_() for k, v in module.named_parameters()}
+    torch.func.functional_call(module, params, (x, ids, weights)).float().sum().backward()
+    module(x, ids, weights).float().sum().backward()
+    for name, p in module.named_parameters():
+        assert_bitwise(params[name].grad, p.grad, name)
+
+
+# --- offs ------------------------------------------------------------------------------------------------------------
+BEYOND = [2**32 + 32, 2**31, 2**40, -(2**32) + 32, 2**62]
+
+
+def takes_offs():
+    """Every public function that takes offs: name -> function of it."""
+    x, w, _, _ = operands(g=2)
+    square, scale = scaled_randn(96, 96), torch.zeros(96, 96, dtype=torch.uint8, device=DEVICE)
+    m_groups = mxmoe.to_blocked_m_groups(scale, ends([96, 0]))
+    k_groups = mxmoe.to_blocked_k_groups(scale, ends([96, 0]))
+    return {
+        "grouped_mm": lambda offs: mxmoe.grouped_mm(x, w, offs),
+        "grouped_mm 2-D": lambda offs: mxmoe.grouped_mm(x.t(), x, offs),
+        "grouped_mm mirror": lambda offs: mxmoe.grouped_mm(scaled_randn(2, 8, 64), x.t(), offs),
+        "bf16_grouped_mm": lambda offs: mxmoe.bf16_grouped_mm(x, w, offs),
+        "bf16_grouped_mm 2-D": lambda offs: mxmoe.bf16_grouped_mm(x.t(), x, offs),
+        "bf16_grouped_mm mirror": lambda offs: mxmoe.bf16_grouped_mm(scaled_randn(2, 8, 64), x.t(), offs),
+        "fake_quantize": lambda offs: mxmoe.fake_quantize(x, block="colwise", offs=offs),
+        "quantize": lambda offs: mxmoe.dequantize(mxmoe.quantize(x, block="colwise", offs=offs)),
+        "quantize_both": lambda offs: mxmoe.dequantize(mxmoe.quantize_both(square, offs=offs)[1]),
+        "to_blocked_m_groups": lambda offs: mxmoe.to_blocked_m_groups(scale, offs),
+        "to_blocked_k_groups": lambda offs: mxmoe.to_blocked_k_groups(scale, offs),
+        "from_blocked_m_groups": lambda offs: mxmoe.from_blocked_m_groups(m_groups, offs, 96, 96),
+        "from_blocked_k_groups": lambda offs: mxmoe.from_blocked_k_groups(k_groups, offs, 96, 96),
+    }
+
+
+def test_ends_beyond_int32(monkeypatch):
+    """2**32 + 32 became the valid end 32. It is clamped like any end beyond M, and the debug check prints it."""
+
+    def two(end):
+        return torch.tensor([end, 96], device=DEVICE)
+
+    for name, fn in takes_offs().items():
+        for end in BEYOND:
+            assert_bitwise(fn(two(end)), fn(two(max(0, min(end, 96))).int()), f"{name} {end}")
+    monkeypatch.setenv("MXMOE_DEBUG", "1")
+    for name, fn in takes_offs().items():
+        for end in BEYOND if not name.startswith("from_") else ():
+            with pytest.raises(ValueError, match=rf"offs\[0\] = {end} (lies beyond|is smaller)"):
+                fn(two(end))
+
+
+def test_ends_beyond_int32_alone():
+    wide = torch.tensor([5, 2**32 + 3, -(2**33)], device=DEVICE)
+    assert checks.offs(wide, "offs", wide.device).tolist() == [5, 2**31 - 1, 0]
+    assert groups.safe_ends(wide, 96).tolist() == [5, 96, 96]
+
+
+# --- recipe ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "key",
+    ["garbage", "", "scale_mode", "scale_mode=odd", "elem_dtype=int8", "weight_block=32", "weight_block=axb",
+     "weight_block=1x32x1", "scale_mode=floor,scale_mode=ceil", "save=mxfp8,wgrad=bf16", MXRecipe().key + ","],
+)  # fmt: skip
+def test_a_key_that_is_none(key):
+    with pytest.raises(ValueError, match="not the key of an MXRecipe: .*elem_dtype=float8_e4m3fn,") as error:
+        MXRecipe.from_key(key)
+    assert repr(key) in str(error.value)
+
+
+def test_keys():
+    with pytest.raises(TypeError, match="is text, got int"):
+        MXRecipe.from_key(5)
+    assert MXRecipe.from_key("scale_mode=floor") == MXRecipe(scale_mode="floor")
+    recipe = MXRecipe(weight_block=(32, 32), grad_elem_dtype=torch.float8_e5m2, save="mxfp8")
+    assert MXRecipe.from_key(recipe.key) == recipe
