@@ -55,8 +55,8 @@ def derivative(t: Tensor, name: str) -> None:
         levels = torch._C._functorch.get_interpreter_stack() or ()
         if any(level.key() == torch._C._functorch.TransformType.Grad for level in levels):
             raise NotImplementedError(
-                f"{name} came to mxmoe inside torch.func.grad (or vjp, jacrev, hessian), which cannot differentiate custom "
-                "ops: use loss.backward() or torch.autograd.grad (torch.func.functional_call works with both)"
+                f"{name} came to mxmoe inside torch.func.grad (or vjp, jacrev, hessian), which cannot differentiate "
+                "custom ops: use loss.backward() or torch.autograd.grad (torch.func.functional_call works with both)"
             )
 
 
