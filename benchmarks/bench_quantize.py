@@ -23,6 +23,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import torch
 from _harness import Writer, env_line, markdown, progress, require_gpu, time_graph, time_graphs
+from _torchao import Casts, casts
 from torch import Tensor
 
 KIND = "quantize"
@@ -67,7 +68,7 @@ def uneven_ends(m: int, groups: int) -> Tensor:
 Case = tuple[Callable[..., Any], Callable[..., Any], tuple[Tensor, ...], float]
 
 
-def ours(op: str, x: Tensor, offs: Tensor | None) -> Case:
+def ours(op: str, x: Tensor, offs: Tensor | None, mode: str = MODE) -> Case:
     """(kernel, reference, inputs to rotate, bytes per element of x) of a row name."""
     from mxmoe.kernels import dequantize, fake_quantize, quantize_both, quantize_colwise, quantize_rowwise
     from mxmoe.kernels import quantize_square as square
@@ -79,8 +80,8 @@ def ours(op: str, x: Tensor, offs: Tensor | None) -> Case:
             kernels = {"rowwise": quantize_rowwise, "colwise": quantize_colwise, "both": quantize_both}
             kernel, spec = (getattr(module, f"quantize_{name}") for module in (kernels[name], ref))
             return (
-                lambda t: kernel(t, offs, blocked, E4M3, MODE),
-                lambda: spec(x, offs, blocked, E4M3, MODE),
+                lambda t: kernel(t, offs, blocked, E4M3, mode),
+                lambda: spec(x, offs, blocked, E4M3, mode),
                 (x,),
                 BOTH if name == "both" else ONE,
             )
@@ -159,17 +160,6 @@ def cast_both(x: Tensor) -> tuple[Tensor, ...]:
     return *plain_cast(x), *plain_cast(x.mT.contiguous())
 
 
-def torchao_kernels() -> dict[str, Callable[[Tensor], Any]]:
-    """torchao's Triton kernels by our names, as far as they import."""
-    try:
-        from torchao.prototype.mx_formats import kernels
-    except Exception as error:  # an import that fails in any way is a rival that is not there
-        print(f"torchao is not measured: {type(error).__name__}: {error}", file=sys.stderr)
-        return {}
-    found = {"rowwise": "triton_to_mxfp8_dim0", "colwise": "triton_to_mxfp8_dim1"}
-    return {op: getattr(kernels, name) for op, name in found.items() if hasattr(kernels, name)}
-
-
 # --- measuring -------------------------------------------------------------------------------------------------------
 class Bench:
     """Rows of one input."""
@@ -210,26 +200,27 @@ class Bench:
             more["warm_us"] = time_graph(kernel, *inputs, cold=False, **self.timing).median
         self._row(op, "mxmoe", cold, per_element, groups=groups, **more)
 
-    def rival(self, op: str, version: str, fn: Callable[[Tensor], Any]) -> None:
+    def rival(self, op: str, version: str, fn: Callable[[Tensor], Any], mode: str = MODE, note: str = "") -> None:
         """A rival; one that fails is a row that says so."""
         try:
             result = as_tuple(fn(self.x))
-            mine = as_tuple(ours(op, self.x, None)[0](self.x))
+            mine = as_tuple(ours(op, self.x, None, mode)[0](self.x))
             transposed = {"colwise": (0, 1), "both": (2, 3)}.get(op, ())
             same = all(
-                same_bytes(a.mT if i in transposed and a.shape != b.shape else a, b)
+                same_bytes(a, b) or (i in transposed and same_bytes(a.mT, b))
                 for i, (a, b) in enumerate(zip(result, mine, strict=False))
             )
             del result, mine
             t = self._beside_copy(fn, self.x)
-            self._row(op, version, t, BOTH if op == "both" else ONE, same_bytes=same)
+            more = {"same_bytes": same} | ({"note": note} if note else {})
+            self._row(op, version, t, BOTH if op == "both" else ONE, **more)
         except Exception as error:
             torch.cuda.synchronize()
             text = f"{type(error).__name__}: {error}"[:200]
             self.writer.row(op=op, version=version, shape=list(self.shape), groups=0, error=text)
 
 
-def measure(writer: Writer, shape: tuple[int, ...], quick: bool, rivals: bool, torchao: dict[str, Any]) -> None:
+def measure(writer: Writer, shape: tuple[int, ...], quick: bool, rivals: bool, torchao: Casts) -> None:
     """All rows of one shape."""
     bench = Bench(writer, shape, quick)
     if len(shape) == 3:
@@ -249,19 +240,19 @@ def measure(writer: Writer, shape: tuple[int, ...], quick: bool, rivals: bool, t
         for op, fn in (("rowwise", cast_dim0), ("colwise", cast_dim1), ("both", cast_both)):
             torch._dynamo.reset()  # every shape its own code, as for ours
             bench.rival(op, "torch.compile", torch.compile(fn))
-        for op, fn in torchao.items():
-            bench.rival(op, "torchao", fn)
+        for op, fn in torchao.calls.items():
+            bench.rival(op, "torchao", fn, torchao.mode, torchao.note)
 
 
-def measure_seed(writer: Writer, size: int, quick: bool, torchao: dict[str, Any]) -> None:
+def measure_seed(writer: Writer, size: int, quick: bool, torchao: Casts) -> None:
     """Cast across dim 0 and dim 1 of a square matrix."""
     bench = Bench(writer, (size, size), quick)
     for op, fn in (("rowwise", cast_dim0), ("colwise", cast_dim1), ("both", cast_both)):
         bench.ours(op)
         torch._dynamo.reset()
         bench.rival(op, "torch.compile", torch.compile(fn))
-    for op, fn in torchao.items():
-        bench.rival(op, "torchao", fn)
+    for op, fn in torchao.calls.items():
+        bench.rival(op, "torchao", fn, torchao.mode, torchao.note)
 
 
 # --- report ----------------------------------------------------------------------------------------------------------
@@ -301,6 +292,7 @@ def report(env: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     seed = _seed_table(by_shape)
     if seed:
         parts += ["### Cast of an M x K bf16 matrix to MXFP8 across dim 0 and dim 1", seed]
+    parts += dict.fromkeys(r["note"] for r in rows if r.get("note"))
     return "\n\n".join(parts)
 
 
@@ -365,7 +357,7 @@ def main() -> None:
     args = parser.parse_args()
     require_gpu()
 
-    torchao = {} if args.no_rivals else torchao_kernels()
+    torchao = Casts() if args.no_rivals else casts()
     inputs = {"big": [BIG], "middle": [MIDDLE], "small": [SMALL], "weights": WEIGHTS}
     wanted = args.only.split(",") if args.only else [*inputs, "square"]
     shapes = [s for name, group in inputs.items() if name in wanted for s in group]
