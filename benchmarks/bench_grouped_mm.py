@@ -5,7 +5,8 @@
 Shapes are (M rows, N outputs, K contraction, G experts) with random unequal groups. Rows of the result: a dense bf16
 product of the same size (the ceiling), bf16 grouped GEMMs (torch's and ours) for fprop, dgrad and wgrad, fp8 with one
 scale per row (torch), the casts of ``dequant``, and whole steps: forward, forward + backward, with the bytes kept for
-backward and the peak memory. torchao's emulated MXFP8 with ``--torchao`` (its groups end at multiples of 32).
+backward and the peak memory. torchao's emulated MXFP8 with ``--torchao``: its groups end at multiples of 32, it is
+timed against torch's bf16 in rounds of its own, compiled for two shapes only, and gets 40 s in all.
 
 How a time is taken. A large GEMM runs at the chip's power limit: the same kernel is 15 % faster on a cool chip. So
 rivals are compared hot and interleaved: each is captured in a CUDA graph, the chip is heated, and in every round each
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ SHAPES: dict[str, tuple[int, int, int, int, float | None, float | None]] = {
     "few tokens": (256, 2048, 7168, 8, None, None),
 }
 QUICK = ("dsv3", "dsv3-large", "llama4", "qwen3")
+TORCHAO_COMPILED = ("dsv3", "qwen3")
+TORCHAO_SECONDS = 40.0
 
 
 def random_ends(m: int, groups: int, multiple: int = 1) -> Tensor:
@@ -165,13 +169,13 @@ class Case:
             "grad both": (lambda: engine.both_operands(grad, offs, E4M3, r), 3 * gb),
         }
 
-    def steps(self, torchao: bool) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    def steps(self) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
         """Whole calls with autograd: version -> forward function."""
         import mxmoe
 
         offs = self.offs
         mx = lambda **kw: lambda x, w: mxmoe.grouped_mm(x, w.mT, offs, recipe=mxmoe.MXRecipe(**kw))  # noqa: E731
-        found = {
+        return {
             "torch bf16": lambda x, w: torch._grouped_mm(x, w.mT, offs=offs),
             "mxmoe bf16": lambda x, w: mxmoe.bf16_grouped_mm(x, w.mT, offs),
             "mxmoe mxfp8": mx(backend="dequant"),
@@ -179,23 +183,6 @@ class Case:
             "mxmoe mxfp8, w 32x32": mx(backend="dequant", weight_block=(32, 32)),
             "mxmoe mxfp8, wgrad bf16": mx(backend="dequant", wgrad="bf16"),
         }
-        if torchao:
-            found |= _torchao(random_ends(self.m, self.g, 32))
-        return found
-
-
-def _torchao(offs: Tensor) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    try:
-        from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
-        from torchao.quantization.quantize_.common import KernelPreference
-    except Exception as error:  # an import that fails in any way is a rival that is not there
-        print(f"torchao is not measured: {type(error).__name__}: {error}", file=sys.stderr)
-        return {}
-
-    def run(x: Tensor, w: Tensor) -> Tensor:
-        return _to_mxfp8_then_scaled_grouped_mm(x, w.mT, offs, kernel_preference=KernelPreference.EMULATED)
-
-    return {"torchao emulated, eager": run, "torchao emulated, compiled": torch.compile(run)}
 
 
 def _check(case: Case) -> float:
@@ -213,9 +200,13 @@ def _check(case: Case) -> float:
     return error
 
 
-def measure(case: Case, writer: Writer, quick: bool, torchao: bool) -> None:
-    """All rows of one shape."""
-    base = {"shape": case.name, "m": case.m, "n": case.n, "k": case.k, "g": case.g}
+def _base(case: Case) -> dict[str, Any]:
+    return {"shape": case.name, "m": case.m, "n": case.n, "k": case.k, "g": case.g}
+
+
+def measure(case: Case, writer: Writer, quick: bool) -> None:
+    """All rows of one shape, without torchao's."""
+    base = _base(case)
     writer.row(**base, what="check", error=_check(case))
     timing = {"rounds": 7 if quick else 15, "slice_ms": 8.0 if quick else 15.0, "heat_ms": 150.0 if quick else 500.0}
     for gemm, versions in case.gemms().items():
@@ -243,17 +234,8 @@ def measure(case: Case, writer: Writer, quick: bool, torchao: bool) -> None:
 
     forward: dict[str, Callable[[], Any]] = {}
     step: dict[str, Callable[[], Any]] = {}
-    for version, fn in case.steps(torchao).items():
-        leaves = [case.x.detach().requires_grad_(), case.w.detach().requires_grad_()]
-
-        def run_forward(fn: Any = fn) -> Tensor:
-            with torch.no_grad():
-                return fn(case.x, case.w)
-
-        def run_step(fn: Any = fn, leaves: Any = leaves) -> Any:
-            out = fn(*leaves)
-            return out, torch.autograd.grad(out, leaves, case.grad)
-
+    for version, fn in case.steps().items():
+        leaves, run_forward, run_step = _calls(case, fn)
         try:
             writer.row(**base, what="memory", version=version, **_memory(fn, leaves, case.grad))
         except Exception as error:
@@ -273,6 +255,74 @@ def measure(case: Case, writer: Writer, quick: bool, torchao: bool) -> None:
             }
             goal = case.goal_fwd if what == "forward" else case.goal_step
             writer.row(**base, what=what, version=version, **row, goal=goal if version == "mxmoe mxfp8" else None)
+        torch.cuda.empty_cache()
+
+
+def _calls(
+    case: Case, fn: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[list[Tensor], Callable[[], Any], Callable[[], Any]]:
+    """Leaves, a forward call, a forward and backward call."""
+    leaves = [case.x.detach().requires_grad_(), case.w.detach().requires_grad_()]
+
+    def run_forward() -> Tensor:
+        with torch.no_grad():
+            return fn(case.x, case.w)
+
+    def run_step() -> Any:
+        out = fn(*leaves)
+        return out, torch.autograd.grad(out, leaves, case.grad)
+
+    return leaves, run_forward, run_step
+
+
+def measure_torchao(case: Case, writer: Writer, deadline: float) -> None:
+    """torchao's emulated MXFP8 against torch's bf16. Whatever fails is a row, and ends its version."""
+    import mxmoe
+
+    base, offs = _base(case), random_ends(case.m, case.g, 32)
+
+    def failed(version: str, error: Exception | str) -> None:
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        writer.row(**base, what="step", version=version, error=" ".join(text.split())[:160])
+
+    names = ["torchao emulated, eager"] + ["torchao emulated, compiled"] * (case.name in TORCHAO_COMPILED)
+    try:
+        from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
+        from torchao.quantization.quantize_.common import KernelPreference
+    except Exception as error:  # an import that fails in any way is a rival that is not there
+        failed("torchao", error)
+        return
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        return _to_mxfp8_then_scaled_grouped_mm(x, w.mT, offs, kernel_preference=KernelPreference.EMULATED)
+
+    _, bf16_forward, bf16_step = _calls(case, lambda x, w: torch._grouped_mm(x, w.mT, offs=offs))
+    ours = mxmoe.grouped_mm(case.x, case.w.mT, offs, recipe=mxmoe.MXRecipe(backend="dequant")).float()
+    for version in names:
+        if time.monotonic() > deadline:
+            failed(version, f"the {TORCHAO_SECONDS:.0f} s for torchao are over")
+            continue
+        torch._dynamo.reset()
+        fn = torch.compile(run, dynamic=False) if "compiled" in version else run
+        leaves, run_forward, run_step = _calls(case, fn)
+        try:
+            differs = ((run_forward().float() - ours).norm() / ours.norm()).item()
+            for what, bf16, call, flop in (
+                ("forward", bf16_forward, run_forward, case.flop),
+                ("step", bf16_step, run_step, 3 * case.flop),
+            ):
+                if what == "step":
+                    writer.row(**base, what="memory", version=version, **_memory(fn, leaves, case.grad))
+                call()
+                rounds = 3 if _elapsed(call, 1) > 50e3 else 7
+                times = interleaved({"bf16": bf16, "it": call}, rounds=rounds, slice_ms=8.0, heat_ms=100.0)
+                t = times["it"]
+                row = {"us": t.median, "p20": t.p20, "p80": t.p80, "tflops": flop / t.median / 1e6}
+                row |= {"x_bf16": t.median / times["bf16"].median, "differs_from_ours": differs, "rounds": rounds}
+                writer.row(**base, what=what, version=version, **row, goal=None)
+        except Exception as error:
+            torch.cuda.synchronize()
+            failed(version, error)
         torch.cuda.empty_cache()
 
 
@@ -331,13 +381,15 @@ def report(env: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     table = []
     for name in names:
         forward, step, memory = (_rows(rows, what, name) for what in ("forward", "step", "memory"))
-        for version, r in step.items():
+        for version in dict.fromkeys([*forward, *step]):
+            r = step.get(version, {})
             f, kept = forward.get(version, {}), memory.get(version, {})
             base = memory.get("torch bf16", {}).get("kept_bytes")
             ours = [_rows(rows, gemm, name).get("mxmoe bf16", {}).get("us") for gemm in ("fprop", "dgrad", "wgrad")]
             rest = r["us"] - sum(ours) if version.startswith("mxmoe mx") and all(ours) else None
+            columns = ("us", "x_bf16", "goal")
             table.append(
-                [name, version, f.get("us"), f.get("x_bf16"), f.get("goal"), r["us"], r["x_bf16"], r.get("goal"), rest]
+                [name, version, *(f.get(c) for c in columns), *(r.get(c) for c in columns), rest]
                 + [kept["kept_bytes"] / base if base and kept else None]
                 + [kept["peak_bytes"] / 2**20 if kept else None]
             )
@@ -411,15 +463,20 @@ def main() -> None:
     parser.add_argument("--out", help="JSONL file, for example results/grouped_mm.jsonl")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and only the shapes with a target")
     parser.add_argument("--only", help="shapes, separated by commas")
-    parser.add_argument("--torchao", action="store_true", help="also torchao's emulated MXFP8 (slow)")
+    parser.add_argument("--torchao", action="store_true", help="also torchao's emulated MXFP8 (40 s more)")
     args = parser.parse_args()
     require_gpu()
     names = args.only.split(",") if args.only else list(QUICK if args.quick else SHAPES)
     writer = Writer(args.out, KIND)
     writer.row(what="copy", tb_per_s=copy_rate())
+    spent = 0.0
     for name in progress(names, "grouped GEMM"):
         case = Case(name)
-        measure(case, writer, args.quick, args.torchao)
+        measure(case, writer, args.quick)
+        if args.torchao:
+            begin = time.monotonic()
+            measure_torchao(case, writer, begin + TORCHAO_SECONDS - spent)
+            spent += time.monotonic() - begin
         del case
         torch.cuda.empty_cache()
     print(report(writer.env, writer.rows))
