@@ -387,9 +387,9 @@ def report(env: dict[str, Any], rows: list[dict[str, Any]]) -> str:
             base = memory.get("torch bf16", {}).get("kept_bytes")
             ours = [_rows(rows, gemm, name).get("mxmoe bf16", {}).get("us") for gemm in ("fprop", "dgrad", "wgrad")]
             rest = r["us"] - sum(ours) if version.startswith("mxmoe mx") and all(ours) else None
-            columns = ("us", "x_bf16", "goal")
+            fields = ("us", "x_bf16", "goal")
             table.append(
-                [name, version, *(f.get(c) for c in columns), *(r.get(c) for c in columns), rest]
+                [name, version, *(f.get(c) for c in fields), *(r.get(c) for c in fields), rest]
                 + [kept["kept_bytes"] / base if base and kept else None]
                 + [kept["peak_bytes"] / 2**20 if kept else None]
             )
