@@ -24,7 +24,7 @@ check() { # check NAME MODULE ARGUMENTS...
 }
 
 check "ruff check" ruff check --output-format concise .
-check "mypy (strict, floors 0 to 4)" mypy
+check "mypy (strict)" mypy
 
 # Two workers on a CPU, one thread each: the interpreter is single-threaded. On a GPU the tests share one device.
 workers=()

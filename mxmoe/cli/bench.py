@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
         for name, path in found.items():
             print(f"{name.ljust(width)}  {_summary(path)}")
         return 0
-    path = found.get(args.name.removeprefix("bench_").removesuffix(".py"))
-    if path is None:
+    script = found.get(args.name.removeprefix("bench_").removesuffix(".py"))
+    if script is None:
         print(f"no benchmark {args.name!r}; there are: {', '.join(found)}", file=sys.stderr)
         return 2
     passed = [word for word in args.arguments if word != "--"]
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    return subprocess.run([sys.executable, str(path), *passed], check=False).returncode
+    return subprocess.run([sys.executable, str(script), *passed], check=False).returncode
 
 
 def scripts() -> dict[str, Path]:

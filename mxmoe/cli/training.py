@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ def build_model(size: Size, seed: int, device: torch.device, dtype: torch.dtype)
     """A transformers Qwen3-MoE that predicts bytes, with transformers' own grouped-GEMM experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
+    config = Qwen3MoeConfig(  # type: ignore[call-arg]
         vocab_size=VOCAB,
         hidden_size=size.hidden,
         num_hidden_layers=size.layers,
@@ -66,9 +66,9 @@ def build_model(size: Size, seed: int, device: torch.device, dtype: torch.dtype)
         use_cache=False,
     )
     torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(config)
+    model: Any = Qwen3MoeForCausalLM(config)
     model.set_experts_implementation("grouped_mm")
-    return model.to(device, dtype).train()
+    return model.to(device, dtype).train()  # type: ignore[no-any-return]
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
@@ -78,7 +78,7 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
 
 def expert_weights(model: nn.Module) -> int:
     """Number of expert weights, elements."""
-    return sum(m.gate_up_proj.numel() + m.down_proj.numel() for m in expert_modules(model))
+    return sum(p.numel() for m in expert_modules(model) for p in (m.gate_up_proj, m.down_proj) if isinstance(p, Tensor))
 
 
 class Run:
@@ -90,7 +90,7 @@ class Run:
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.saved_bytes = 0
-        self._params = [p for p in model.parameters() if p.requires_grad]
+        self._params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         low = any(p.dtype != torch.float32 for p in self._params)
         # bf16 weights cannot take updates below 2^-9 of their value: the optimizer works on fp32 copies.
         self._masters = [p.detach().float().clone().requires_grad_() for p in self._params] if low else self._params

@@ -23,6 +23,7 @@ import mxmoe
 
 from ..nn.experts import ExpertWeights, experts_forward, swiglu_experts
 from ..recipe import MXRecipe
+from ..tensor import MXTensor
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def register(name: str = NAME, *, recipe: MXRecipe | None = None) -> None:
 
 
 def mxmoe_experts_forward(
-    self: nn.Module,
+    self: Any,
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
@@ -115,7 +116,7 @@ def _say_once(module_class: str, reason: str) -> None:
     logger.info("%s runs step by step, not as one fused op: %s", module_class, reason)
 
 
-def unfused_reason(module: nn.Module) -> str | None:
+def unfused_reason(module: Any) -> str | None:
     """Why the fused SwiGLU layer does not fit an experts module; None where it does."""
     if not hasattr(module, "has_gate"):
         return None  # a seam of our own, which says what it does
@@ -136,10 +137,11 @@ def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, *, reci
     return mxmoe.grouped_mm(x, w, offs, bias=bias, recipe=recipe)
 
 
-def _as_weight_dtype(x: Tensor, w: Tensor) -> Tensor:
+def _as_weight_dtype(x: Tensor, w: Tensor | MXTensor) -> Tensor:
     # Some models normalise in fp32 in front of bf16 experts; their own loop would promote, grouped_mm takes one dtype.
-    plain = isinstance(w, Tensor) and w.dtype.itemsize > 1
-    if plain and x.dtype != w.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
+    if not isinstance(w, Tensor) or w.dtype.itemsize == 1:
+        return x
+    if x.dtype != w.dtype and (x.is_meta or not torch.is_autocast_enabled(x.device.type)):
         return x.to(w.dtype)
     return x
 

@@ -30,7 +30,7 @@ def mxfp8_experts(config: Any, **recipe: Any) -> Any:
     Args: ``recipe``: fields of ``mxmoe.MXRecipe``; dtypes by name ("float8_e5m2"), tuples as lists.
     Raises: ``TypeError``, ``ValueError`` for fields and values that MXRecipe does not have.
     """
-    fields = {
+    fields: dict[str, Any] = {
         name: getattr(torch, value, value) if name.endswith("elem_dtype") and isinstance(value, str) else value
         for name, value in recipe.items()
     }

@@ -1,6 +1,6 @@
 """The expert MLP of a Mixture-of-Experts layer on grouped GEMMs: one function for every storage form, one module.
 
-    x (T, H) -> route -> permute (M, H) -> GEMM -> gate -> GEMM -> combine (T, H)
+x (T, H) -> route -> permute (M, H) -> GEMM -> gate -> GEMM -> combine (T, H)
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def experts_forward(
     Returns: ``(T, H)``, dtype of ``x``. Sync: none. Empty: T = 0 gives ``(0, H)`` with gradients. Gradient: to all.
     """
 
-    def as_input(w: Tensor) -> Tensor:
+    def as_input(w: Tensor | MXTensor) -> Tensor | MXTensor:
         return w if weights.transposed else w.transpose(-2, -1)
 
     routing = route(top_k_index, num_experts)
@@ -84,7 +84,8 @@ def swiglu_experts(
     dtype = x.dtype
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         to = torch.get_autocast_dtype(x.device.type)
-        x, up, down = (t.to(to) if isinstance(t, Tensor) else t for t in (x, up, down))
+        x = x.to(to)
+        up, down = (w.to(to) if isinstance(w, Tensor) else w for w in (up, down))
     return experts(x, top_k_index, top_k_weights, up, down, recipe=recipe).to(dtype)
 
 
