@@ -13,7 +13,9 @@ compressed-tensors ``mxfp8-quantized``.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -30,6 +32,8 @@ from . import serving
 from .formats import BLOCK, SCALE_DTYPE, SCALE_MODES
 from .integrations.huggingface_fp8 import SERVING_RECIPE
 
+logger = logging.getLogger(__name__)
+
 FORMATS: Final = ("hf", "compressed-tensors")
 INDEX: Final = "model.safetensors.index.json"
 STATE: Final = ".mxmoe-convert.json"
@@ -39,6 +43,8 @@ _SUFFIX = {"hf": "weight_scale_inv", "compressed-tensors": "weight_scale"}
 _NAMES = {"BOOL": torch.bool, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": SCALE_DTYPE}
 _HIGH = ("BF16", "F16", "F32")
 _CHUNK = 16 * 2**20
+_SAMPLE = 4096
+"""Bytes of every tensor that tell one source from another of the same names, shapes and sizes."""
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -215,6 +221,19 @@ def _crc32(path: Path) -> int:
         while piece := f.read(_CHUNK):
             value = zlib.crc32(piece, value)
     return value
+
+
+def _fingerprint(path: Path) -> str:
+    """What tells a source shard from another of the same size: time of its last change, header, a piece per tensor."""
+    header = _read_header(path)
+    digest = hashlib.blake2b(str(path.stat().st_mtime_ns).encode(), digest_size=16)
+    with path.open("rb") as f:
+        first = int.from_bytes(f.read(8), "little")
+        digest.update(f.read(first))
+        for begin, end in sorted(entry["data_offsets"] for entry in header.values()):
+            f.seek(8 + first + max(begin, (begin + end - _SAMPLE) // 2))
+            digest.update(f.read(min(_SAMPLE, end - begin)))
+    return digest.hexdigest()
 
 
 def _write_json(path: Path, value: object) -> None:
@@ -648,7 +667,8 @@ def convert_checkpoint(
     | ``progress`` | bool | a bar on stderr |
 
     Memory: one shard. Each shard is written beside its name, read back, compared, then renamed: after an interruption
-    the folder holds whole shards and a state file, never a half-written one. config.json and the index come last.
+    the folder holds whole shards and a state file, never a half-written one. Resuming writes a shard again if its
+    source or its result has changed since. config.json and the index come last.
     Raises: ``ValueError`` (no such model, already quantized, a family the format cannot hold, other arguments than the
     interrupted conversion's), ``FileExistsError`` (``dst`` holds something else).
     """
@@ -669,7 +689,7 @@ def convert_checkpoint(
         "format": format,
         "scale_mode": scale_mode,
     }
-    done = _resume(dst, wanted)
+    done, sources = _resume(src, dst, wanted)
     quantization = quantization_config(model, format, modules)
     if format == "compressed-tensors":  # engines may build the layers that transformers ignores: bf16, as they were
         extra = {
@@ -685,8 +705,9 @@ def convert_checkpoint(
     with serving.bar("converting shards", len(shards), progress) as advance:
         for file in shards:
             if file not in done:
+                sources[file] = _fingerprint(src / file)
                 done[file] = _save_shard(dst / file, _convert_shard(src / file, jobs, format, scale_mode))
-                _write_json(dst / STATE, {**wanted, "done": done})
+                _write_json(dst / STATE, {**wanted, "done": done, "sources": sources})
             header = _read_header(dst / file)
             weight_map |= dict.fromkeys(header, file)
             total += sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values())
@@ -745,8 +766,11 @@ def _refuse_module(name: str, module: nn.Module, format: str) -> None:
         raise ValueError(f'{name}: {type(module).__name__} has a gate of its own; use format="compressed-tensors"')
 
 
-def _resume(dst: Path, wanted: Mapping[str, object]) -> dict[str, int]:
-    """Shards that an interrupted conversion finished. Cleans up what it left half-written."""
+def _resume(src: Path, dst: Path, wanted: Mapping[str, object]) -> tuple[dict[str, int], dict[str, str]]:
+    """Shards that an interrupted conversion finished: their CRC-32, and what their source was like.
+
+    Cleans up what it left half-written.
+    """
     dst.mkdir(parents=True, exist_ok=True)
     state = dst / STATE
     if not state.exists():
@@ -755,10 +779,11 @@ def _resume(dst: Path, wanted: Mapping[str, object]) -> dict[str, int]:
             raise FileExistsError(
                 f"{dst} is not empty and was not left by an interrupted conversion: choose another folder"
             )
-        _write_json(state, {**wanted, "done": {}})
-        return {}
+        _write_json(state, {**wanted, "done": {}, "sources": {}})
+        return {}, {}
     before = _read_json(state)
     done: dict[str, int] = before.pop("done", {})
+    sources: dict[str, str] = before.pop("sources", {})
     for key, value in wanted.items():
         if before.get(key) != value:
             raise ValueError(
@@ -767,7 +792,20 @@ def _resume(dst: Path, wanted: Mapping[str, object]) -> dict[str, int]:
             )
     for stale in dst.glob("*.tmp"):
         stale.unlink()
-    return {file: crc for file, crc in done.items() if (dst / file).exists() and _crc32(dst / file) == crc}
+    changed = [file for file in done if sources.get(file) != _fingerprint(src / file)]
+    if changed:
+        logger.warning(
+            "%d shards of %s have changed since they were converted and are converted again, first %s",
+            len(changed),
+            src,
+            changed[0],
+        )
+    kept = {
+        file: crc
+        for file, crc in done.items()
+        if file not in changed and (dst / file).exists() and _crc32(dst / file) == crc
+    }
+    return kept, {file: sources[file] for file in kept}
 
 
 def _convert_shard(path: Path, jobs: Mapping[str, dict[str, Part]], format: str, scale_mode: str) -> dict[str, Tensor]:

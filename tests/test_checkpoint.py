@@ -1,6 +1,7 @@
 """Checkpoints: keys, dtypes and configs that other engines read; round trips; corruption; conversion shard by shard."""
 
 import json
+import os
 import shutil
 import struct
 
@@ -475,6 +476,52 @@ def test_convert_resumes_and_cleans_up(source, tmp_path, monkeypatch):
     assert a.keys() == b.keys()
     for name, t in b.items():
         cases.assert_bitwise(a[name], t, name)
+
+
+@pytest.mark.parametrize("change", ["values", "one tensor", "time"])
+def test_a_source_that_changed_is_converted_again(source, tmp_path, monkeypatch, caplog, change):
+    """Another checkpoint of the same names and sizes in the place of the source: its shards were mixed with the old."""
+    src, dst = source, tmp_path / "dst"
+    written = []
+    save = checkpoint._save_shard
+
+    def noting(path, tensors):
+        written.append(path.name)
+        return save(path, tensors)
+
+    def interrupted(path, tensors):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        return noting(path, tensors)
+
+    monkeypatch.setattr(checkpoint, "_save_shard", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.convert_checkpoint(src, dst, progress=False)
+
+    first = src / written[0]
+    before = first.stat()
+    if change == "time":  # nothing that is sampled: a value somewhere else in a large tensor
+        os.utime(first, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    else:
+        tensors = load_file(first)
+        key = max(tensors, key=lambda name: tensors[name].numel())
+        for name in tensors if change == "values" else [key]:
+            tensors[name] = -tensors[name]
+        save_file(tensors, first, metadata={"format": "pt"})
+        os.utime(first, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert first.stat().st_size == before.st_size
+
+    again = list(written)
+    written.clear()
+    monkeypatch.setattr(checkpoint, "_save_shard", noting)
+    with caplog.at_level("WARNING"):
+        checkpoint.convert_checkpoint(src, dst, progress=False)
+    assert f"1 shards of {src} have changed" in caplog.text
+    assert first.name in written
+    assert again[1] not in written
+    checkpoint.convert_checkpoint(src, tmp_path / "fresh", progress=False)
+    for file in (tmp_path / "fresh").glob("*.safetensors"):
+        assert (dst / file.name).read_bytes() == file.read_bytes()
 
 
 def test_killed_before_the_first_state(source, tmp_path):
