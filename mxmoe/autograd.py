@@ -193,3 +193,19 @@ def _experts_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple
 
 
 torch.library.register_autograd("mxmoe::moe_experts", _experts_backward, setup_context=_experts_setup)
+
+
+# --- what has no gradient says what to do instead --------------------------------------------------------------------
+def _none(op: str, text: str) -> None:
+    def refuse(ctx: Any, *grads: Tensor | None) -> None:
+        raise NotImplementedError(f"mxmoe::{op} has no gradient: {text}")
+
+    torch.library.register_autograd(f"mxmoe::{op}", refuse)
+
+
+for _name in ("quantize_rowwise", "quantize_colwise", "quantize_both", "quantize_square", "dequantize"):
+    _none(_name, "quantize x.detach(), or give the GEMM x itself, which it rounds and differentiates")
+for _name in ("fake_quantize", "fake_quantize_both"):
+    _none(_name, "use x.detach(), or, straight through, x + (mxmoe.fake_quantize(x.detach()) - x).detach()")
+for _name in ("grouped_mm_m_groups", "grouped_mm_k_groups", "bf16_mm_m_groups", "moe_experts"):
+    _none(f"{_name}_backward", "there are first derivatives only, no create_graph=True with a second backward")

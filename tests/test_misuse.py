@@ -113,6 +113,33 @@ def test_functional_call_with_backward():
         assert_bitwise(params[name].grad, p.grad, name)
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [lambda t: mxmoe.quantize(t).qdata, lambda t: mxmoe.quantize(t, block="square").qdata,
+     lambda t: mxmoe.quantize_both(t)[1].qdata, lambda t: mxmoe.dequantize(mxmoe.quantize(t)), mxmoe.fake_quantize],
+)  # fmt: skip
+def test_no_gradient_says_what_to_do_instead(fn):
+    """torch's own text tells the user to register a formula."""
+    x = scaled_randn(64, 64).requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"has no gradient: .*x.detach\(\)"):
+        fn(x).float().sum().backward()
+
+
+def test_no_second_derivative():
+    x, w, offs, _ = operands()
+    tokens, ids, weights, up, down = layer()
+    for fn, t in (
+        (lambda t: mxmoe.grouped_mm(t, w, offs), x),
+        (lambda t: mxmoe.grouped_mm(t.t(), x, offs), x),
+        (lambda t: mxmoe.bf16_grouped_mm(t, w, offs), x),
+        (lambda t: experts(t, ids, weights, up, down), tokens),
+    ):
+        leaf = t.detach().clone().requires_grad_()
+        (grad,) = torch.autograd.grad(fn(leaf).float().square().sum(), leaf, create_graph=True)
+        with pytest.raises(NotImplementedError, match="has no gradient: there are first derivatives only"):
+            grad.float().sum().backward()
+
+
 # --- offs ------------------------------------------------------------------------------------------------------------
 BEYOND = [2**32 + 32, 2**31, 2**40, -(2**32) + 32, 2**62]
 
