@@ -40,17 +40,30 @@ def routed(name):
     return (*reference.route(ids, experts), experts)
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_route(name, dtype):
-    ids, experts = routing(name)
+@pytest.fixture(params=["one_launch", "chunks"])
+def launches(request, monkeypatch):
+    """Either way of routing, whatever the number of slots."""
+    if request.param == "chunks":
+        monkeypatch.setattr(route, "ONE_LAUNCH", 0)
+        monkeypatch.setattr(route, "CHUNKS", 3)
+        monkeypatch.setattr(route, "TILE", 64)
+
+
+def assert_routes(ids, experts):
     with poisoned():
-        got = route.route(ids.to(dtype), experts)
+        got = route.route(ids, experts)
     for what, a, b in zip(("offs", "order", "position"), got, reference.route(ids, experts), strict=True):
         assert_bitwise(a, b, what)
 
 
-def test_route_does_not_trust_ids():
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_route(name, dtype, launches):
+    ids, experts = routing(name)
+    assert_routes(ids.to(dtype), experts)
+
+
+def test_route_does_not_trust_ids(launches):
     """Any id outside [0, E) belongs to no expert, also one that int32 cannot hold."""
     ids = torch.tensor([[0, -1], [2**40, 1], [3, -(2**40)], [2, 1]], device=DEVICE)
     offs, order, position = route.route(ids, 3)
@@ -59,10 +72,28 @@ def test_route_does_not_trust_ids():
     assert position.view(-1)[order.long()].tolist() == list(range(8))
 
 
-def test_route_many_experts():
-    ids = torch.randint(0, 384, (70, 8), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    for a, b in zip(route.route(ids, 384), reference.route(ids, 384), strict=True):
-        assert_bitwise(a, b)
+@pytest.mark.parametrize("experts", [1, 31, 128, 384, 512])
+@pytest.mark.parametrize("tokens, k", [(70, 8), (43, 16), (300, 1)])
+def test_route_many_experts(experts, tokens, k, launches):
+    """More slots than one program places; a share of ids that belong to nobody; all slots to one expert."""
+    gen = torch.Generator().manual_seed(0)
+    assert_routes(torch.randint(-1, experts + 1, (tokens, k), generator=gen).to(DEVICE), experts)
+    assert_routes(torch.full((tokens, k), experts - 1, device=DEVICE), experts)
+
+
+def test_route_takes_any_strides(launches):
+    ids = torch.randint(0, 9, (8, 40), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    assert_routes(ids.t(), 9)
+    assert_routes(ids[:, 3:7], 9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1023, 1025, 16384, 131072])
+@pytest.mark.parametrize("experts", [32, 128, 384])
+def test_route_of_many_tokens(tokens, experts):
+    gen = torch.Generator(device=DEVICE).manual_seed(0)
+    assert_routes(torch.randint(0, experts + 1, (tokens, 8), device=DEVICE, generator=gen), experts)
+    assert_routes(torch.randint(0, 2, (tokens, 8), device=DEVICE, generator=gen), experts)
 
 
 @pytest.mark.parametrize("name", ROUTINGS)

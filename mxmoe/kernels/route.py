@@ -1,15 +1,22 @@
 """Sort (token, choice) slots by expert: a stable counting sort, no host sync, no atomics.
 
-    ids (M,)   2 0 1 0 2 1 | 0 2 ...        counts (programs, E)      offs (E,)
-               program 0   | program 1      e0 e1 e2
-                                             2  2  2   program 0      ends of the columns' sums
-                                             1  0  1   program 1
-    order (M,)     sorted row -> slot       first row of an expert + slots of it in earlier programs + rank in mine
+    ids (M,)   2 0 1 0 2 1 | 0 2 ...        row of a slot = slots of smaller experts
+               program 0   | program 1                    + slots of its expert in front of the program
+                                                          + slots of its expert in front of it in the program
+    order (M,)     sorted row -> slot
     position (M,)  slot -> sorted row
 
-Grid     count and place: one program per SPAN slots; scan: one program. One program for everything up to SPAN slots.
+Every program places SPAN slots and finds out by itself how many slots of each expert there are and how many lie in
+front of its own: no program waits for another. Up to ``ONE_LAUNCH`` slots it counts all ids. Beyond, a first launch
+counts chunks of them, and a program reads those counts and counts within its own chunk.
+
+    counts (chunks, E_POW2)   e0 e1 e2
+                     chunk 0   2  2  2      at most CHUNKS of them, whatever M
+                     chunk 1   1  0  1
+
+Grid     place: one program per SPAN slots. Count: one program per chunk of ``chunk`` slots, a multiple of SPAN.
 Writes   every element of offs, order and position once. Slots with an id outside [0, E) follow the last expert's.
-Traffic  the ids twice, 8 bytes per slot written.
+Traffic  8 bytes per slot written; ids once per program from L2, or twice in all and the counts once per program.
 Index    int32: fewer than 2**31 slots.
 Source   stable counting sort; ``mxmoe/reference/moe.py``.
 """
@@ -20,56 +27,67 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..shapes import cdiv
 from ._offline import Case
+from ._pdl import dependent_launch, early
 
-TILE = 8192  # (slots of a chunk) x (experts, a power of two): one int32 tile in registers
-SPAN = 512  # slots of a program
+# A first version (three launches: chunks of 512 slots, one scanning program, one-hot tiles scanned slot by slot) took
+# 95 us for 131072 slots of 128 experts and 24 us of 32 on an H200 (2026-11-30): its chains of dependent tiles.
+ONE_LAUNCH = 8192  # slots that every program counts itself
+CHUNKS = 64  # counting programs, at most
+SPAN = 128  # slots that a program places: SPAN comparisons per slot
 WARPS = 4
-SCAN_WARPS = 8
+TILE = 4096  # elements of counts that a program reads at a time
 
 
 @triton.jit
-def _expert_tile(ids_ptr, slots, M, E, E_POW2: tl.constexpr):
-    """One-hot int32 ``(slots, E_POW2)``; a row of zeros where the slot has no expert."""
-    ids = tl.load(ids_ptr + slots, mask=slots < M, other=-1)
-    ids = tl.where((ids >= 0) & (ids < E), ids, -1).to(tl.int32)
-    return (ids[:, None] == tl.arange(0, E_POW2)[None, :]).to(tl.int32)
+def _ids_of(ids_ptr, slots, last, E):
+    """int32 ids, E where there is no expert of that number or no slot."""
+    ids = tl.load(ids_ptr + slots, mask=slots < last, other=-1)
+    return tl.where((ids >= 0) & (ids < E), ids, E).to(tl.int32)
 
 
 @triton.jit
-def _count(ids_ptr, first, last, M, E, E_POW2: tl.constexpr, CHUNK: tl.constexpr):
-    """Slots of every expert among ``first .. last``."""
-    count = tl.zeros((E_POW2,), tl.int32)
-    for slot in range(first, last, CHUNK):
-        count += tl.sum(_expert_tile(ids_ptr, slot + tl.arange(0, CHUNK), M, E, E_POW2), 0)
-    return count
+def _histogram(ids, keep, E_POW2: tl.constexpr):
+    return tl.histogram(tl.where(keep, ids, 0), E_POW2, mask=keep)
 
 
 @triton.jit
-def _place(
-    order_ptr, position_ptr, ids_ptr, first, last, M, E, next_row, owned, total,
-    E_POW2: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Give slots ``first .. last`` their rows. ``next_row (E_POW2,)``: first free row of every expert; ``owned``: slots
-    with an expert before ``first``; ``total``: all of them."""
-    for slot in range(first, last, CHUNK):
-        slots = slot + tl.arange(0, CHUNK)
-        tile = _expert_tile(ids_ptr, slots, M, E, E_POW2)
-        has = tl.sum(tile, 1)
-        rank = tl.cumsum(tile, 0) - tile
-        row = tl.sum(tile * (rank + next_row[None, :]), 1)
-        before = owned + tl.cumsum(has, 0) - has
-        row = tl.where(has > 0, row, total + slots - before)
-        tl.store(position_ptr + slots, row, mask=slots < M)
-        tl.store(order_ptr + row, slots, mask=slots < M)
-        next_row += tl.sum(tile, 0)
-        owned += tl.sum(has, 0)
+def _count(ids_ptr, first, split, last, E, E_POW2: tl.constexpr, READ: tl.constexpr):
+    """Slots of every expert among ``first .. last``, and among those in front of ``split``: ``(E_POW2,)`` each."""
+    total = tl.zeros((E_POW2,), tl.int32)
+    before = tl.zeros((E_POW2,), tl.int32)
+    for slot in range(first, last, READ):
+        slots = slot + tl.arange(0, READ)
+        ids = _ids_of(ids_ptr, slots, last, E)
+        count = _histogram(ids, ids < E, E_POW2)
+        total += count
+        if slot + READ <= split:
+            before += count
+        elif slot < split:
+            before += _histogram(ids, (ids < E) & (slots < split), E_POW2)
+    return total, before
+
+
+@triton.jit
+def _place(order_ptr, position_ptr, ids_ptr, first, M, E, total, before, E_POW2: tl.constexpr, SPAN: tl.constexpr):
+    """Rows of slots ``first .. first + SPAN``. ``total``, ``before (E_POW2,)``: slots, and those in front of first."""
+    next_row = tl.cumsum(total, 0) - total + before
+    nobody = tl.sum(total, 0) + first - tl.sum(before, 0)  # next row of the slots without an expert
+    i = tl.arange(0, SPAN)
+    slots = first + i
+    ids = _ids_of(ids_ptr, slots, M, E)
+    same = (ids[:, None] == ids[None, :]) & (i[:, None] < i[None, :])
+    rank = tl.sum(same.to(tl.int32), 0)  # down the columns: in registers, without shuffles
+    row = rank + tl.where(ids < E, tl.gather(next_row, tl.minimum(ids, E - 1), 0), nobody)
+    tl.store(position_ptr + slots, row, mask=slots < M)
+    tl.store(order_ptr + row, slots, mask=slots < M)
 
 
 @triton.jit(do_not_specialize=["M"])
-def _route_one_kernel(
+def _route_kernel(
     offs_ptr,  # (E,) int32
     order_ptr,  # (M,) int32
     position_ptr,  # (M,) int32
@@ -77,85 +95,72 @@ def _route_one_kernel(
     M,
     E,
     E_POW2: tl.constexpr,
-    CHUNK: tl.constexpr,
+    READ: tl.constexpr,
+    SPAN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+    first = tl.program_id(0) * SPAN
+    total, before = _count(ids_ptr, 0, first, M, E, E_POW2, READ)
     experts = tl.arange(0, E_POW2)
-    count = _count(ids_ptr, 0, M, M, E, E_POW2, CHUNK)
-    ends = tl.cumsum(count, 0)
-    tl.store(offs_ptr + experts, ends, mask=experts < E)
-    none = tl.zeros((), tl.int32)
-    _place(order_ptr, position_ptr, ids_ptr, 0, M, M, E, ends - count, none, tl.sum(count, 0), E_POW2, CHUNK)
+    if tl.program_id(0) == 0:
+        tl.store(offs_ptr + experts, tl.cumsum(total, 0), mask=experts < E)
+    _place(order_ptr, position_ptr, ids_ptr, first, M, E, total, before, E_POW2, SPAN)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "chunk"])
 def _route_count_kernel(
-    counts_ptr,  # (programs, E + 1) int32
+    counts_ptr,  # (programs, E_POW2) int32
     ids_ptr,  # (M,) int32 or int64
     M,
     E,
+    chunk,
     E_POW2: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPAN: tl.constexpr,
+    READ: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    p = tl.program_id(0)
-    first = p * SPAN
-    count = _count(ids_ptr, first, tl.minimum(first + SPAN, M), M, E, E_POW2, CHUNK)
-    experts = tl.arange(0, E_POW2)
-    tl.store(counts_ptr + p * (E + 1) + experts, count, mask=experts < E)
+    if PDL:
+        gdc_launch_dependents()
+    first = tl.program_id(0) * chunk
+    count, _ = _count(ids_ptr, first, first, tl.minimum(first + chunk, M), E, E_POW2, READ)
+    tl.store(counts_ptr + tl.program_id(0) * E_POW2 + tl.arange(0, E_POW2), count)
 
 
-@triton.jit(do_not_specialize=["P"])
-def _route_scan_kernel(
+@triton.jit(do_not_specialize=["M", "chunk", "chunks"])
+def _route_place_kernel(
     offs_ptr,  # (E,) int32
-    counts_ptr,  # (P, E + 1) int32: counts in, first free rows out; last column: slots with an expert before program p
-    P,
+    order_ptr,  # (M,) int32
+    position_ptr,  # (M,) int32
+    ids_ptr,  # (M,) int32 or int64
+    counts_ptr,  # (chunks, E_POW2) int32
+    M,
     E,
+    chunk,
+    chunks,
     E_POW2: tl.constexpr,
-    CHUNK: tl.constexpr,
+    READ: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    first = tl.program_id(0) * SPAN
+    mine = first // chunk
+    # Slots of my chunk in front of me: ids only, which were there before the counting started.
+    before, _ = _count(ids_ptr, mine * chunk, first, first, E, E_POW2, READ)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     experts = tl.arange(0, E_POW2)
     total = tl.zeros((E_POW2,), tl.int32)
-    for p in range(0, P, CHUNK):
-        programs = p + tl.arange(0, CHUNK)
-        at = programs[:, None] * (E + 1) + experts[None, :]
-        total += tl.sum(tl.load(counts_ptr + at, mask=(programs < P)[:, None] & (experts < E)[None, :], other=0), 0)
-    ends = tl.cumsum(total, 0)
-    tl.store(offs_ptr + experts, ends, mask=experts < E)
-    next_row = ends - total
-    owned = tl.zeros((), tl.int32)
-    for p in range(0, P, CHUNK):
-        programs = p + tl.arange(0, CHUNK)
-        at = programs[:, None] * (E + 1) + experts[None, :]
-        mask = (programs < P)[:, None] & (experts < E)[None, :]
-        count = tl.load(counts_ptr + at, mask=mask, other=0)
-        slots = tl.sum(count, 1)
-        tl.store(counts_ptr + programs * (E + 1) + E, owned + tl.cumsum(slots, 0) - slots, mask=programs < P)
-        tl.store(counts_ptr + at, next_row[None, :] + tl.cumsum(count, 0) - count, mask=mask)
-        next_row += tl.sum(count, 0)
-        owned += tl.sum(slots, 0)
-
-
-@triton.jit(do_not_specialize=["M"])
-def _route_place_kernel(
-    order_ptr,  # (M,) int32
-    position_ptr,  # (M,) int32
-    ids_ptr,  # (M,) int32 or int64
-    counts_ptr,  # (programs, E + 1) int32, as the scan left it
-    offs_ptr,  # (E,) int32
-    M,
-    E,
-    E_POW2: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SPAN: tl.constexpr,
-):
-    p = tl.program_id(0)
-    first = p * SPAN
-    experts = tl.arange(0, E_POW2)
-    next_row = tl.load(counts_ptr + p * (E + 1) + experts, mask=experts < E, other=0)
-    owned = tl.load(counts_ptr + p * (E + 1) + E)
-    total = tl.load(offs_ptr + E - 1)
-    last = tl.minimum(first + SPAN, M)
-    _place(order_ptr, position_ptr, ids_ptr, first, last, M, E, next_row, owned, total, E_POW2, CHUNK)
+    for c in range(0, chunks, ROWS):
+        at = c + tl.arange(0, ROWS)
+        tile = tl.load(counts_ptr + at[:, None] * E_POW2 + experts[None, :], mask=(at < chunks)[:, None], other=0)
+        total += tl.sum(tile, 0)
+        before += tl.sum(tl.where((at < mine)[:, None], tile, 0), 0)
+    if tl.program_id(0) == 0:
+        tl.store(offs_ptr + experts, tl.cumsum(total, 0), mask=experts < E)
+    _place(order_ptr, position_ptr, ids_ptr, first, M, E, total, before, E_POW2, SPAN)
 
 
 def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,23 +173,43 @@ def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
         return torch.zeros(num_experts, dtype=torch.int32, device=device), order, position
     offs = torch.empty(num_experts, dtype=torch.int32, device=device)
     ids = top_k_index.contiguous()
-    e_pow2 = triton.next_power_of_2(num_experts)
-    chunk = max(16, min(SPAN, TILE // e_pow2))
-    tile = {"E_POW2": e_pow2, "CHUNK": chunk}
-    if m <= SPAN:
-        _route_one_kernel[(1,)](offs, order, position, ids, m, num_experts, **tile, num_warps=WARPS)
-        return offs, order, position
+    e_pow2 = max(32, triton.next_power_of_2(num_experts))  # a warp counts 32 bins or more
+    pdl = dependent_launch(device)
     programs = cdiv(m, SPAN)
-    counts = torch.empty((programs, num_experts + 1), dtype=torch.int32, device=device)
-    _route_count_kernel[(programs,)](counts, ids, m, num_experts, SPAN=SPAN, **tile, num_warps=WARPS)
-    _route_scan_kernel[(1,)](offs, counts, programs, num_experts, **tile, num_warps=SCAN_WARPS)
-    slots = {"SPAN": SPAN, "num_warps": WARPS}
-    _route_place_kernel[(programs,)](order, position, ids, counts, offs, m, num_experts, **slots, **tile)
+    if m <= ONE_LAUNCH:
+        read, warps = (1024, 4) if m <= 1024 else (4096, 8)
+        _route_kernel[(programs,)](
+            offs, order, position, ids, m, num_experts, E_POW2=e_pow2, READ=read, SPAN=SPAN, PDL=pdl, num_warps=warps
+        )
+        return offs, order, position
+    chunk = SPAN * cdiv(programs, CHUNKS)
+    chunks = cdiv(m, chunk)
+    counts = torch.empty((chunks, e_pow2), dtype=torch.int32, device=device)
+    _route_count_kernel[(chunks,)](counts, ids, m, num_experts, chunk, E_POW2=e_pow2, READ=2048, PDL=pdl, num_warps=8)
+    _route_place_kernel[(programs,)](
+        offs,
+        order,
+        position,
+        ids,
+        counts,
+        m,
+        num_experts,
+        chunk,
+        chunks,
+        E_POW2=e_pow2,
+        READ=1024,
+        SPAN=SPAN,
+        ROWS=max(1, min(CHUNKS, TILE // e_pow2)),
+        PDL=pdl,
+        num_warps=WARPS,
+        **early(pdl),
+    )
     return offs, order, position
 
 
 OFFLINE = [
-    Case("128 experts", lambda: route(torch.zeros(2048, 8, dtype=torch.int64), 128)),
     Case("decode, 128 experts", lambda: route(torch.zeros(64, 8, dtype=torch.int64), 128)),
+    Case("1024 tokens, 128 experts", lambda: route(torch.zeros(1024, 8, dtype=torch.int64), 128)),
+    Case("128 experts", lambda: route(torch.zeros(2048, 8, dtype=torch.int64), 128)),
     Case("384 experts", lambda: route(torch.zeros(2048, 8, dtype=torch.int64), 384)),
 ]
