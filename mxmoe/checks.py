@@ -17,24 +17,25 @@ _DTYPE_NAMES = ", ".join(str(d).removeprefix("torch.") for d in INPUT_DTYPES)
 _INT32_MAX = 2**31 - 1
 
 
-def _is_dtensor(t: Tensor) -> bool:
-    return hasattr(t, "_local_tensor") and hasattr(t, "placements")
+def local(t: Tensor, name: str) -> None:
+    """Refuse a DTensor."""
+    if hasattr(t, "_local_tensor") and hasattr(t, "placements"):
+        raise TypeError(
+            f"{name} is a DTensor with placements {t.placements}: grouped GEMMs work on local tensors, pass "
+            f"{name}.to_local() (expert parallelism: the local experts; sharded K is exact only if K / world is a "
+            "multiple of 32)"
+        )
 
 
 def tensor(t: object, name: str, dims: tuple[int, ...] | None = None) -> Tensor:
     """A local floating-point tensor of one of ``dims`` dims, outside of derivatives the ops do not have."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
-    if _is_dtensor(t):
-        raise TypeError(
-            f"{name} is a DTensor with placements {getattr(t, 'placements', None)}: grouped GEMMs work on local "
-            f"tensors, pass {name}.to_local() (expert parallelism: the local experts; sharded K is exact only if "
-            "K / world is a multiple of 32)"
-        )
+    local(t, name)
     if t.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {t.layout}")
     if t.dtype not in INPUT_DTYPES:
-        raise TypeError(f"{name} must be {_DTYPE_NAMES} (or an MXTensor), got {str(t.dtype).removeprefix('torch.')}")
+        raise TypeError(f"{name} must be {_DTYPE_NAMES}, got {str(t.dtype).removeprefix('torch.')}")
     if dims is not None and t.ndim not in dims:
         wanted = " or ".join(f"{d}-D" for d in dims)
         raise ValueError(f"{name} must be {wanted}, got shape {tuple(t.shape)}")
@@ -67,6 +68,7 @@ def offs(value: object, name: str, device: torch.device, groups: int | None = No
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be an int32 tensor of group ends on {device}, got {type(value).__name__}")
+    local(value, name)
     if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 (int64 is cast), got {str(value.dtype).removeprefix('torch.')}")
     if value.ndim != 1:

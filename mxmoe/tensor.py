@@ -105,12 +105,10 @@ class MXTensor:
 
     def to(self, device: torch.device | str) -> MXTensor:
         """A copy on another device; dtypes never change. ``TypeError`` for anything that names no device."""
+        if not isinstance(device, torch.device | str | int):
+            raise TypeError(f"MXTensor.to takes a device, got {device!r}: mxmoe.dequantize(t, dtype) gives values")
         device = torch.device(device)
-        moved = {
-            name: value.to(device)
-            for name in ("qdata", "scale", "offs", "source_offs")
-            if (value := getattr(self, name)) is not None
-        }
+        moved = {name: value.to(device) for name in _TENSORS if (value := getattr(self, name)) is not None}
         return dataclasses.replace(self, **moved)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -173,20 +171,52 @@ def make(
     return MXTensor(qdata, scale.view(SCALE_DTYPE), block, layout, shape, orig_dtype, offs, source_offs, k_groups)
 
 
-_Context = tuple[str, str, torch.Size, torch.dtype, bool]
+_TENSORS = ("qdata", "scale", "offs", "source_offs")
+_OTHERS = ("block", "layout", "shape", "orig_dtype", "k_groups")
+_Context = tuple[tuple[str, ...], tuple[Any, ...]]
 
 
-def _flatten(t: Any) -> tuple[list[Tensor | None], _Context]:
-    return [t.qdata, t.scale, t.offs, t.source_offs], (t.block, t.layout, t.shape, t.orig_dtype, t.k_groups)
+def _flatten(t: Any) -> tuple[list[Tensor], _Context]:
+    # Leaves are tensors, never None: tree_map(lambda leaf: leaf.clone(), t) works
+    present = tuple(name for name in _TENSORS if getattr(t, name) is not None)
+    return [getattr(t, name) for name in present], (present, tuple(getattr(t, name) for name in _OTHERS))
+
+
+def _flatten_with_keys(t: Any) -> tuple[list[tuple[Any, Tensor]], _Context]:
+    leaves, context = _flatten(t)
+    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(context[0], leaves, strict=True)], context
 
 
 def _unflatten(leaves: Any, context: _Context) -> MXTensor:
-    qdata, scale, offs, source_offs = leaves
-    block, layout, shape, orig_dtype, k_groups = context
-    return MXTensor(qdata, scale, block, layout, shape, orig_dtype, offs, source_offs, k_groups)
+    present, others = context
+    return MXTensor(**dict(zip(present, leaves, strict=True)), **dict(zip(_OTHERS, others, strict=True)))
+
+
+def _to_json(context: _Context) -> dict[str, Any]:
+    """The context as torch.export writes it."""
+    others = dict(zip(_OTHERS, context[1], strict=True))
+    return others | {
+        "tensors": list(context[0]),
+        "shape": list(others["shape"]),
+        "orig_dtype": str(others["orig_dtype"]).removeprefix("torch."),
+    }
+
+
+def _from_json(saved: Any) -> _Context:
+    shape, dtype = torch.Size(saved["shape"]), getattr(torch, saved["orig_dtype"])
+    others = saved | {"shape": shape, "orig_dtype": dtype}
+    return tuple(saved["tensors"]), tuple(others[name] for name in _OTHERS)
 
 
 # torch.load reads what torch.save wrote by its default, weights_only=True
 torch.serialization.add_safe_globals([MXTensor, _rebuild])
 
-pytree.register_pytree_node(MXTensor, _flatten, _unflatten, serialized_type_name="mxmoe.MXTensor")
+pytree.register_pytree_node(
+    MXTensor,
+    _flatten,
+    _unflatten,
+    serialized_type_name="mxmoe.MXTensor",
+    to_dumpable_context=_to_json,
+    from_dumpable_context=_from_json,
+    flatten_with_keys_fn=_flatten_with_keys,
+)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 import pytest
 import torch
 from cases import DEVICE, assert_bitwise, ends, scaled_randn
+from torch.utils import _pytree as pytree
 
 import mxmoe
 from mxmoe import MXRecipe, checks, groups
@@ -207,3 +209,82 @@ def test_keys():
     assert MXRecipe.from_key("scale_mode=floor") == MXRecipe(scale_mode="floor")
     recipe = MXRecipe(weight_block=(32, 32), grad_elem_dtype=torch.float8_e5m2, save="mxfp8")
     assert MXRecipe.from_key(recipe.key) == recipe
+
+
+# --- operands --------------------------------------------------------------------------------------------------------
+def test_dtensors_are_named():
+    """offs, scales and expert ids as DTensors ended in torch's "mixed torch.Tensor and DTensor"."""
+    distributed = pytest.importorskip("torch.distributed.tensor")
+    dist = torch.distributed
+    if dist.is_initialized():
+        pytest.skip("a process group of another test is there")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = distributed.DeviceMesh("cpu", [0])
+        x, w, offs, bias = (t.cpu() for t in operands())
+        ids, scale = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(96, 2, dtype=torch.uint8)
+
+        def spread(t):
+            return distributed.distribute_tensor(t, mesh, [distributed.Replicate()])
+
+        for name, fn in {
+            "x": lambda: mxmoe.grouped_mm(spread(x), w, offs),
+            "w": lambda: mxmoe.bf16_grouped_mm(x, spread(w), offs),
+            "bias": lambda: mxmoe.grouped_mm(x, w, offs, bias=spread(bias)),
+            "offs": lambda: mxmoe.grouped_mm(x, w, spread(offs)),
+            "scale": lambda: mxmoe.to_blocked_m_groups(spread(scale), offs),
+            "blocked": lambda: mxmoe.from_blocked(spread(mxmoe.to_blocked(scale)), 96, 2),
+            "top_k_index": lambda: routing.route(spread(ids), 3),
+        }.items():
+            with pytest.raises(TypeError, match=rf"{name} is a DTensor .* pass {name}.to_local\(\)"):
+                fn()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_dtype_is_no_device():
+    with pytest.raises(TypeError, match=r"takes a device, got torch.float32: mxmoe.dequantize"):
+        mxmoe.quantize(scaled_randn(32, 32)).to(torch.float32)
+
+
+def test_experts_want_a_recipe():
+    with pytest.raises(TypeError, match="recipe must be an mxmoe.MXRecipe, got str"):
+        mxmoe.nn.Experts(3, 32, 32, recipe="mxfp8")
+
+
+# --- MXTensor as a pytree --------------------------------------------------------------------------------------------
+def mx_tensors():
+    x, _, offs, _ = operands()
+    return [
+        mxmoe.quantize(x),
+        mxmoe.quantize(x.view(3, 32, 64), layout="blocked").mT,
+        mxmoe.quantize(x, block="colwise", offs=offs, elem_dtype=torch.float8_e5m2),
+        mxmoe.quantize(x.float(), block="square"),
+    ]
+
+
+def test_every_leaf_is_a_tensor():
+    """None among the leaves broke tree_map(lambda t: t.clone(), ...)."""
+    for t in mx_tensors():
+        copy = pytree.tree_map(lambda leaf: leaf.clone(), t)
+        assert_bitwise(mxmoe.dequantize(copy), mxmoe.dequantize(t), repr(t))
+        leaves, spec = pytree.tree_flatten(t)
+        again = pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec)))
+        fields = ("block", "layout", "shape", "orig_dtype", "k_groups", "elem_dtype")
+        assert [getattr(again, f) for f in fields] == [getattr(t, f) for f in fields]
+        assert (again.offs is None) == (t.offs is None)
+        keys = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(t)[0]]
+        assert keys[:2] == [".qdata", ".scale"]
+
+
+def test_export_with_quantized_weights():
+    class Layer(torch.nn.Module):
+        def forward(self, x, w, offs):
+            return mxmoe.grouped_mm(x, w.mT, offs)
+
+    x, w, offs, _ = operands()
+    args = (x, mxmoe.quantize(w.mT), offs)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(Layer(), args), file)
+    file.seek(0)
+    assert_bitwise(torch.export.load(file).module()(*args), Layer()(*args), "exported")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import mxmoe
 
+from ..ops.grouped_mm import _recipe
 from ..ops.moe import experts
 from ..recipe import MXRecipe
 from ..tensor import MXTensor
@@ -121,7 +122,7 @@ class Experts(nn.Module):
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
-        self.recipe = recipe if recipe is not None else MXRecipe()
+        self.recipe = _recipe(recipe)
 
         def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))

@@ -50,6 +50,7 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     Returns: :class:`Routing`. Raises: ``TypeError``, ``ValueError``. Sync: none. Empty: T = 0 gives all-zero offs.
     Gradient: none. Source: stable counting sort.
     """
+    checks.local(top_k_index, "top_k_index")
     if top_k_index.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"top_k_index must be int64 or int32, got {top_k_index.dtype}")
     if top_k_index.ndim != 2:

@@ -119,6 +119,7 @@ def _product(shape: tuple[int, ...]) -> int:
 def _check_tensor(value: object, name: str) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    checks.local(value, name)
 
 
 def _check_size(value: int, name: str) -> None:
