@@ -92,6 +92,35 @@ def offs(value: object, name: str, device: torch.device, groups: int | None = No
     return value.clamp(0, _INT32_MAX).to(torch.int32).contiguous()  # cast alone, 2**32 + 5 would be a valid end
 
 
+def top_k(index: object, weights: object, tokens: int | None, device: torch.device | None) -> None:
+    """Expert ids ``(T, k)``, int32 or int64, and their weights (None: none are needed), both on ``device``."""
+    if not isinstance(index, Tensor):
+        raise TypeError(f"top_k_index must be an int64 or int32 tensor, got {type(index).__name__}")
+    local(index, "top_k_index")
+    if index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"top_k_index must be int64 or int32, got {str(index.dtype).removeprefix('torch.')}")
+    if index.ndim != 2 or (tokens is not None and index.shape[0] != tokens):
+        wanted = "" if tokens is None else f" with T = {tokens}"
+        raise ValueError(f"top_k_index must be (T, k){wanted}, got shape {tuple(index.shape)}")
+    if device is not None and index.device != device:
+        raise ValueError(f"top_k_index is on {index.device}, the tokens are on {device}")
+    if weights is not None:
+        _top_k_weights(weights, index.shape, index.device)
+
+
+def _top_k_weights(weights: object, shape: tuple[int, ...], device: torch.device) -> None:
+    if not isinstance(weights, Tensor):
+        raise TypeError(f"top_k_weights must be a torch.Tensor, got {type(weights).__name__}")
+    local(weights, "top_k_weights")
+    derivative(weights, "top_k_weights")
+    if not weights.is_floating_point():
+        raise TypeError(f"top_k_weights must be floating, got {str(weights.dtype).removeprefix('torch.')}")
+    if weights.shape != shape:
+        raise ValueError(f"top_k_weights must be (T, k) = {tuple(shape)}, got shape {tuple(weights.shape)}")
+    if weights.device != device:
+        raise ValueError(f"top_k_weights are on {weights.device}, the routing is on {device}")
+
+
 def debug_offs(value: Tensor, total: int, name: str = "offs") -> None:
     """Check the contents of group ends: non-decreasing, within ``[0, total]``. Names the first bad entry.
 

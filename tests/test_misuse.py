@@ -37,7 +37,7 @@ def differentiable():
     a, b = mxmoe.quantize(x), mxmoe.quantize(w.mT).mT
     batch, rows = x.view(3, 32, 64), mxmoe.quantize(x, block="colwise", offs=offs)
     tokens, ids, weights, up, down = layer()
-    found = routing.route(ids, 3)
+    found, module = routing.route(ids, 3), mxmoe.nn.Experts(3, 32, 32, dtype=BF16).to(DEVICE)
     sorted_rows = routing.permute(tokens, found)
     return {
         "grouped_mm x": (lambda t: mxmoe.grouped_mm(t, w, offs), x),
@@ -59,6 +59,7 @@ def differentiable():
         "combine rows": (lambda t: routing.combine(t, weights, found), sorted_rows),
         "combine weights": (lambda t: routing.combine(sorted_rows, t, found), weights),
         "experts x": (lambda t: experts(t, ids, weights, up, down), tokens),
+        "experts weights": (lambda t: module(tokens, ids, t), weights),
         "experts up": (lambda t: experts(tokens, ids, weights, t, down), up),
     }
 
@@ -250,6 +251,48 @@ def test_a_dtype_is_no_device():
 def test_experts_want_a_recipe():
     with pytest.raises(TypeError, match="recipe must be an mxmoe.MXRecipe, got str"):
         mxmoe.nn.Experts(3, 32, 32, recipe="mxfp8")
+
+
+def test_rows_that_are_not_those_of_the_routing():
+    """A kernel would read beyond the end of them; on a CPU it was an index error of torch's."""
+    x, ids, weights, _, _ = layer()
+    found = routing.route(ids, 3)
+    rows = routing.permute(x, found)
+    for fn, error, match in (
+        (lambda: routing.permute(x[:3], found), ValueError, r"x must be \(T, H\) with T = 4, got shape \(3, 32\)"),
+        (lambda: routing.permute(x[None], found), ValueError, "x must be 2-D"),
+        (lambda: routing.permute(x.to("meta"), found), ValueError, "x is on meta, the routing is on"),
+        (lambda: routing.combine(x, weights, found), ValueError, r"rows must be \(M, H\) with M = 8"),
+        (lambda: routing.combine(rows, weights[:3], found), ValueError, r"top_k_weights must be \(T, k\) = \(4, 2\)"),
+        (lambda: routing.combine(rows, ids, found), TypeError, "top_k_weights must be floating, got int64"),
+        (lambda: routing.route(ids.float(), 3), TypeError, "top_k_index must be int64 or int32, got float32"),
+        (lambda: routing.route(ids[0], 3), ValueError, r"top_k_index must be \(T, k\), got shape \(2,\)"),
+        (lambda: routing.route(ids, 3.0), TypeError, "num_experts must be an int, got float"),
+    ):
+        with pytest.raises(error, match=match):
+            fn()
+
+
+def test_experts_name_what_does_not_fit():
+    """Float ids were taken; ids elsewhere than the tokens gave the kernel a pointer of another device."""
+    module = mxmoe.nn.Experts(3, 32, 32, dtype=BF16).to(DEVICE)
+    x, ids, weights, _, _ = layer()
+
+    class InSteps(mxmoe.nn.Experts):
+        def _grouped_mm(self, x, w, offs, bias):
+            return super()._grouped_mm(x, w, offs, bias)
+
+    for experts_module in (module, InSteps(3, 32, 32, dtype=BF16).to(DEVICE)):
+        for args, error, match in (
+            ((x, ids.float(), weights), TypeError, "top_k_index must be int64 or int32, got float32"),
+            ((x, ids.to("meta"), weights), ValueError, "top_k_index is on meta, the tokens are on"),
+            ((x, ids, weights.to("meta")), ValueError, "top_k_weights are on meta"),
+            ((x, ids[:3], weights), ValueError, r"top_k_index must be \(T, k\) with T = 4"),
+            ((x, ids.tolist(), weights), TypeError, "top_k_index must be an int64 or int32 tensor, got list"),
+            ((x[None], ids, weights), ValueError, "x must be 2-D"),
+        ):
+            with pytest.raises(error, match=match):
+                experts_module(*args)
 
 
 # --- MXTensor as a pytree --------------------------------------------------------------------------------------------

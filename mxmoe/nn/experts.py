@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import mxmoe
 
+from .. import checks
 from ..ops.grouped_mm import _recipe
 from ..ops.moe import experts
 from ..recipe import MXRecipe
@@ -67,6 +68,8 @@ def experts_forward(
     def as_input(w: Tensor | MXTensor) -> Tensor | MXTensor:
         return w if weights.transposed else w.transpose(-2, -1)
 
+    checks.tensor(x, "x", dims=(2,))
+    checks.top_k(top_k_index, top_k_weights, x.shape[0], x.device)
     routing = route(top_k_index, num_experts)
     rows = permute(x, routing)
     hidden = activate(grouped_mm(rows, as_input(weights.up), routing.offs, weights.up_bias))
@@ -81,6 +84,8 @@ def swiglu_experts(
 
     The routing weight multiplies the activation instead of the result. Autocast: operands take the autocast dtype.
     """
+    checks.tensor(x, "x", dims=(2,))
+    checks.top_k(top_k_index, top_k_weights, x.shape[0], x.device)
     up, down = (w.mT if weights.transposed else w for w in (weights.up, weights.down))
     dtype = x.dtype
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):

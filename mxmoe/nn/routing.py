@@ -50,11 +50,9 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     Returns: :class:`Routing`. Raises: ``TypeError``, ``ValueError``. Sync: none. Empty: T = 0 gives all-zero offs.
     Gradient: none. Source: stable counting sort.
     """
-    checks.local(top_k_index, "top_k_index")
-    if top_k_index.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"top_k_index must be int64 or int32, got {top_k_index.dtype}")
-    if top_k_index.ndim != 2:
-        raise ValueError(f"top_k_index must be (T, k), got shape {tuple(top_k_index.shape)}")
+    checks.top_k(top_k_index, None, None, None)
+    if isinstance(num_experts, bool) or not isinstance(num_experts, int | torch.SymInt):
+        raise TypeError(f"num_experts must be an int, got {type(num_experts).__name__}")
     if num_experts < 1:
         raise ValueError(f"num_experts must be at least 1, got {num_experts}")
     return Routing(*torch.ops.mxmoe.moe_route(top_k_index, num_experts))
@@ -63,9 +61,10 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
 def permute(x: Tensor, routing: Routing) -> Tensor:
     """Rows of ``x (T, H)`` repeated for each choice and sorted by expert: ``(M, H)``.
 
-    Sync: none. Empty: T = 0 gives ``(0, H)``. Gradient: to x, a sum in a fixed order.
+    Raises: ``TypeError``, ``ValueError``. Sync: none. Empty: T = 0 gives ``(0, H)``. Gradient: to x, a sum in a fixed
+    order.
     """
-    checks.derivative(x, "x")
+    _rows(x, "x", "T", routing.position.shape[0], routing)
     return torch.ops.mxmoe.moe_gather(x, None, routing.position, routing.offs)
 
 
@@ -78,9 +77,18 @@ def combine(rows: Tensor, top_k_weights: Tensor | None, routing: Routing) -> Ten
     | ``top_k_weights`` | ``(T, k)`` or None (all ones) | floating |
 
     Summed in fp32 in a fixed order, no atomics: two runs give the same bits. Rows of slots without an expert are
-    left out, whatever they hold. Returns: ``(T, H)``, dtype of rows. Sync: none. Gradient: to rows and weights.
+    left out, whatever they hold. Returns: ``(T, H)``, dtype of rows. Raises: ``TypeError``, ``ValueError``.
+    Sync: none. Gradient: to rows and weights.
     """
-    checks.derivative(rows, "rows")
-    if top_k_weights is not None:
-        checks.derivative(top_k_weights, "top_k_weights")
+    _rows(rows, "rows", "M", routing.position.numel(), routing)
+    checks.top_k(routing.position, top_k_weights, None, None)
     return torch.ops.mxmoe.moe_combine(rows, top_k_weights, routing.position, routing.offs)
+
+
+def _rows(x: object, name: str, letter: str, length: int, routing: Routing) -> None:
+    """A kernel reads as many rows as the routing says."""
+    t = checks.tensor(x, name, dims=(2,))
+    if t.shape[0] != length:
+        raise ValueError(f"{name} must be ({letter}, H) with {letter} = {length}, got shape {tuple(t.shape)}")
+    if t.device != routing.position.device:
+        raise ValueError(f"{name} is on {t.device}, the routing is on {routing.position.device}")
