@@ -6,11 +6,12 @@ import torch
 from cases import DEVICE, E4M3, E5M2
 from torch.nn.functional import silu
 
+import mxmoe
 from mxmoe import MXRecipe
 from mxmoe.kernels import mx_decode as kernel
-from mxmoe.kernels.mx_decode_swiglu import mx_decode_swiglu
+from mxmoe.kernels.mx_decode_swiglu import mx_decode_mlp, mx_decode_swiglu
 from mxmoe.ops import decode
-from mxmoe.reference import grouped_mm, mx_decode, quantize
+from mxmoe.reference import grouped_mm, moe, mx_decode, quantize
 
 RCEIL = (E4M3, "rceil")
 SMALL = kernel.Config(16, 64, 2, 3)
@@ -233,6 +234,34 @@ def test_gate_up_swiglu(pack):
     assert not out[13:].any()
 
 
+@pytest.mark.parametrize("rounded", [False, True], ids=["bf16", "mxfp8"])
+@pytest.mark.parametrize("same_tiles", [True, False])
+def test_both_projections_in_one_chain(rounded, same_tiles):
+    """Tokens prepared once and gathered by the product, tiles listed once: the bits of the two steps by themselves."""
+    tokens, hidden, inner, experts, top_k = 9, 96, 64, 5, 3
+    up, down = weight(experts, 2 * inner, hidden)[:2], weight(experts, hidden, inner, seed=4)[:2]
+    up, down = ((*(t.to(DEVICE) for t in w), packed(*w)) for w in (up, down))
+    x = cases.scaled_randn(tokens, hidden, seed=1)
+    gen = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, experts + 1, (tokens, top_k), generator=gen).to(DEVICE)  # some of another rank
+    weights = torch.rand(tokens, top_k, generator=gen).to(DEVICE)
+    offs, order, _ = moe.route(ids, experts)
+    quantize_to = RCEIL if rounded else None
+    configs = SMALL, SMALL if same_tiles else kernel.Config(32, 64, 2, 3)
+    with cases.poisoned():
+        out = mx_decode_mlp(x, order, weights, up, down, offs, quantize_to, *configs)
+    rows = x[order.long() // top_k]
+    middle = mx_decode_swiglu(
+        rows, None, None, 0, *up, offs, weights, order, torch.bfloat16, quantize_to, config=configs[0]
+    )
+    expected = kernel.mx_decode_m_groups(
+        middle, None, None, 0, *down, offs, None, torch.bfloat16, quantize_to, config=configs[1]
+    )
+    end = int(offs[-1])
+    assert 0 < end < len(order)
+    cases.assert_bitwise(out[:end], expected[:end])
+
+
 # --- ops -------------------------------------------------------------------------------------------------------------
 def test_opcheck():
     """Without its comparisons of values: torch has no allclose for fp8."""
@@ -259,11 +288,15 @@ def test_rule_is_static():
     if torch.cuda.is_available():
         assert decode.decodes(cuda, recipe, decode.LIMIT * 8, 8)
         assert not decode.decodes(cuda, recipe, decode.LIMIT * 8 + 1, 8)
+        assert decode.decodes(cuda, recipe, decode.LIMIT_NO_FACTS * 8, 8, facts=False)
+        assert not decode.decodes(cuda, recipe, decode.LIMIT_NO_FACTS * 8 + 1, 8, facts=False)
 
 
 def test_remembered_facts_follow_the_weight():
     q, s, _ = weight(2, 32, 64)
+    assert not decode.known(q, s)
     assert decode.remembered(q, s) is None  # used once: not worth a look at every byte
+    assert decode.known(q, s)
     first = decode.remembered(q, s)
     assert first is not None
     assert decode.remembered(q, s) is first
@@ -277,6 +310,90 @@ def test_remembered_facts_follow_the_weight():
     other = weight(1, 32, 32)[:2]
     decode.remembered(*other)
     assert len(decode._packs) <= before
+
+
+def test_facts_are_not_remembered_without_a_trace_of_writes():
+    q, s, _ = weight(2, 32, 64)
+    for _ in range(2):
+        assert decode.remembered(q.mT, s.mT) is None  # copied for every call
+    with torch.inference_mode():
+        q, s = q.clone(), s.clone()
+        for _ in range(2):
+            assert decode.remembered(q, s) is None
+    assert not decode.known(q, s)
+
+
+def test_wrong_operands_are_refused():
+    q, s, _ = weight(2, 32, 64)
+    facts = mx_decode.pack_weight(q, s)
+    x, offs = cases.scaled_randn(5, 64, device="cpu"), cases.ends([2, 3], "cpu")
+    key = MXRecipe(activations="bf16").key
+
+    def call(x=x, x_scale=None, w=q, w_scale=s, packed=None, top=None, offs=offs):
+        args = (x, x_scale, w, w_scale, packed, top, offs, None, torch.bfloat16, key)
+        return torch.ops.mxmoe.mx_decode_m_groups(*args)
+
+    assert call().shape == (5, 32)
+    cases.assert_bitwise(call(offs=offs.long()), call())
+    source = torch.randn(2, 32, 64)
+    colwise, square = (mxmoe.quantize(source, block=block) for block in ("colwise", "square"))
+    blocked = mxmoe.quantize(source, layout="blocked")
+    for error, message, arguments in (
+        (ValueError, "blocks run along N", {"w": colwise.qdata, "w_scale": colwise.scale_bytes}),
+        (ValueError, "blocks are square", {"w": square.qdata, "w_scale": square.scale_bytes}),
+        (ValueError, "blocked order", {"w": blocked.qdata, "w_scale": blocked.scale_bytes}),
+        (ValueError, r"transposed, pass its \.mT", {"w": q.mT}),
+        (ValueError, "the last dim of x", {"x": x[:, :32]}),
+        (TypeError, "quantize it first", {"w": source}),
+        (TypeError, "pass MXTensor.scale_bytes", {"w_scale": s.view(torch.float8_e8m0fnu)}),
+        (TypeError, "fp8 values need scales", {"x": x.to(E4M3)}),
+        (ValueError, "scales of x must be plain uint8", {"x": x.to(E4M3), "x_scale": s[0]}),
+        (ValueError, "must be \\(rows, K\\)", {"x": x[None]}),
+        (ValueError, "pack_weight makes them", {"packed": facts[0][:1], "top": facts[1]}),
+        (ValueError, "one cumulative end per group", {"offs": offs[:1]}),
+    ):
+        with pytest.raises(error, match=message):
+            call(**arguments)
+
+
+def test_wrong_layers_are_refused():
+    up, down = weight(4, 64, 32), weight(4, 32, 32)
+    ids, weights = torch.zeros(3, 2, dtype=torch.int64), torch.rand(3, 2)
+    x, key = cases.scaled_randn(3, 32, device="cpu"), MXRecipe(activations="bf16").key
+
+    def call(up=up, down=down):
+        args = (x, ids, weights, *up[:2], None, None, *down[:2], None, None, key)
+        return torch.ops.mxmoe.mx_experts(*args)
+
+    assert call().shape == x.shape
+    with pytest.raises(ValueError, match="down must be .* K = 32, the last dim|down must be \\(experts, H, I\\)"):
+        call(down=weight(4, 64, 32))
+    with pytest.raises(ValueError, match="down must be"):
+        call(down=weight(3, 32, 32))
+    with pytest.raises(ValueError, match="as many up rows"):
+        call(up=weight(4, 63, 32))
+
+
+@pytest.mark.gpu
+def test_a_weight_without_facts_is_expanded_earlier():
+    """Above 64 tokens per expert the first use expands, the second decodes; never under inference mode."""
+    w = mxmoe.quantize(torch.randn(2, 64, 128, device=DEVICE))
+    x, offs = cases.scaled_randn(200, 128, seed=1), cases.ends([90, 110])
+    recipe = MXRecipe(activations="bf16")
+    reasons = []
+    for _ in range(3):
+        said = mxmoe.explain(x, w.mT, offs, recipe=recipe).reason
+        with mxmoe.observe() as seen:
+            mxmoe.grouped_mm(x, w.mT, offs, recipe=recipe)
+        assert seen[0].reason == said
+        reasons.append("decode kernel" in said)
+    assert reasons == [False, True, True]
+    with torch.inference_mode():
+        w = mxmoe.quantize(torch.randn(2, 64, 128, device=DEVICE))
+        for _ in range(3):
+            assert "decode kernel" not in mxmoe.explain(x, w.mT, offs, recipe=recipe).reason
+            mxmoe.grouped_mm(x, w.mT, offs, recipe=recipe)
+        assert "decode kernel" in mxmoe.explain(x[:100], w.mT, offs // 2, recipe=recipe).reason
 
 
 @pytest.mark.gpu

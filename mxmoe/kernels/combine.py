@@ -20,12 +20,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from ..shapes import cdiv
 from ._groups import last_end
 from ._offline import Case
+from ._pdl import dependent_launch, early
 
 TILE = (2, 1024, 4)  # (BLOCK_T, BLOCK_H, num_warps)
+FEW = 1 << 20  # elements of out below which small tiles put every multiprocessor to work
+FEW_TILE = (1, 256, 1)
 GRAD_TILE = (4, 512, 4)
 
 
@@ -44,9 +48,12 @@ def _combine_kernel(
     G_POW2: tl.constexpr,
     TOP_K: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
+    if PDL:
+        gdc_wait()
     # 1. Which tokens and columns are mine?
     col_tiles = tl.cdiv(H, BLOCK_H)
     tokens = (tl.program_id(0) // col_tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -111,16 +118,21 @@ def combine(
     offs: Tensor,
     weights: Tensor | None,
     out_dtype: torch.dtype,
-    config: tuple[int, int, int] = TILE,
+    config: tuple[int, int, int] | None = None,
+    after_chain: bool = False,
 ) -> Tensor:
-    """Launch. ``rows (M, H)``, ``position (T, k)``, ``offs (G,)``, ``weights (T, k)`` or None -> ``(T, H)``."""
+    """Launch. ``rows (M, H)``, ``position (T, k)``, ``offs (G,)``, ``weights (T, k)`` or None -> ``(T, H)``.
+
+    ``after_chain``: start while the kernel in front still runs; it keeps the rules of ``_pdl.py``.
+    """
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     (t, k), (m, h), g = position.shape, rows.shape, offs.shape[0]
     out = torch.empty((t, h), dtype=out_dtype, device=rows.device)
     if out.numel() == 0:
         return out
-    block_t, block_h, warps = config
+    block_t, block_h, warps = config or (FEW_TILE if t * h <= FEW else TILE)
     block_h = min(block_h, triton.next_power_of_2(h))
+    pdl = after_chain and dependent_launch(rows.device)
     _combine_kernel[(cdiv(t, block_t) * cdiv(h, block_h),)](
         out,
         rows,
@@ -135,9 +147,11 @@ def combine(
         G_POW2=triton.next_power_of_2(g),
         TOP_K=k,
         WEIGHTED=weights is not None,
+        PDL=pdl,
         BLOCK_T=block_t,
         BLOCK_H=block_h,
         num_warps=warps,
+        **early(pdl),
     )
     return out
 
@@ -178,7 +192,7 @@ def _case(weighted: bool) -> object:
     rows = torch.zeros(512, 2048, dtype=torch.bfloat16)
     position, offs = torch.zeros(64, 8, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
     weights = torch.zeros(64, 8, dtype=torch.bfloat16) if weighted else None
-    return combine(rows, position, offs, weights, torch.bfloat16)
+    return combine(rows, position, offs, weights, torch.bfloat16, after_chain=True)
 
 
 OFFLINE = [

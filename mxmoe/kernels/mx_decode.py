@@ -16,6 +16,8 @@ of two that brings its largest value to 2**15, and marks a token that does not c
 both powers back. A tile with such a row or token is computed again in bf16: the same numbers, and the same sums, since
 fp16 and bf16 differ by powers of two only.
 
+Tokens are gathered by the multiplication, not in front of it: with top-k routing each is prepared once, not k times.
+
 Grid     ``_rows_kernel``: one program per row of x, and one that lists the tiles. ``_mx_decode_kernel``: (N tiles,
          token tiles, splits of K); token tiles are an upper bound known without reading offs, those beyond the list
          leave at once. Groups without tokens have no tile. N tiles come first: programs in flight then read
@@ -45,6 +47,7 @@ from ._e8m0 import scale_byte, scale_value, to_elem
 from ._gemm import tma_ready
 from ._groups import group_bounds
 from ._offline import Case
+from ._pdl import dependent_launch, early
 
 WINDOW = {torch.float8_e4m3fn: (-15, 7), torch.float8_e5m2: (-8, 0)}
 """Powers of two that leave every element of a dtype exact in fp16 (2**-24 to 65504)."""
@@ -103,32 +106,33 @@ def _list_tiles(tiles_ptr, offs_ptr, M, G, bound, G_POW2: tl.constexpr, BT: tl.c
         tl.store(tiles_ptr + (y + g) * 3, -1, mask=y + g < bound)
 
 
-@triton.jit(do_not_specialize=["M", "G", "bound"])
+@triton.jit(do_not_specialize=["M", "G", "bound", "share"])
 def _rows_kernel(
-    x16_ptr,  # (M, K) fp16: token * 2**shift, if FP16
-    xb_ptr,  # (M, K) bf16: token, if BF16
-    exp_ptr,  # (M,) int32: -shift, or INEXACT; if FP16
+    x16_ptr,  # (T, K) fp16: token * 2**shift, if FP16
+    xb_ptr,  # (T, K) bf16: token, if BF16
+    exp_ptr,  # (T,) int32: -shift, or INEXACT; if FP16
     out_ptr,  # (M, N): rows of no group are set to zero, if ZERO_TAIL
-    tiles_ptr,  # (bound, 3) int32
-    x_ptr,  # (M, K), or (T, K) with index
-    s_ptr,  # (M or T, ceil(K/32)) uint8, if IN is "mx"
-    index_ptr,  # (M,) int32 or int64: TOP_K times the row of x, if TOP_K
+    tiles_ptr,  # (bound, 3) int32, if LIST
+    x_ptr,  # (T, K)
+    s_ptr,  # (T, ceil(K/32)) uint8, if IN is "mx"
     offs_ptr,  # (G,) int32
     M,
     N,
     K,
     G,
     bound,
+    share,  # rows of out for each program, ceil(M / T)
     stride_xm,
     stride_sm,
     G_POW2: tl.constexpr,
-    TOP_K: tl.constexpr,  # 0: row m is row m of x
+    LIST: tl.constexpr,
     IN: tl.constexpr,
     FP16: tl.constexpr,
     PERM: tl.constexpr,  # columns of x16 in the order of ``permute_columns``
     BF16: tl.constexpr,
     ZERO_TAIL: tl.constexpr,
     PDL: tl.constexpr,
+    WAIT: tl.constexpr,  # started early: 1, x was there before; 2, x is what the kernel before writes
     ONCE: tl.constexpr,  # K <= BLOCK: a row stays in registers
     EMAX: tl.constexpr,
     THRESH: tl.constexpr,
@@ -140,19 +144,22 @@ def _rows_kernel(
     # 1. Program 0 lists the tiles, the others take one row each.
     if PDL:
         gdc_launch_dependents()
-    if tl.program_id(0) == 0:
-        _list_tiles(tiles_ptr, offs_ptr, M, G, bound, G_POW2, BT)
-        return
-    m = tl.program_id(0).to(tl.int64) - 1
+    t = tl.program_id(0).to(tl.int64)
+    if LIST:
+        if t == 0:
+            if WAIT:
+                gdc_wait()
+            _list_tiles(tiles_ptr, offs_ptr, M, G, bound, G_POW2, BT)
+            return
+        t -= 1
     c = tl.arange(0, BLOCK)
-    source = m
-    if TOP_K:
-        source = (tl.load(index_ptr + m) // TOP_K).to(tl.int64)
-    at = source * stride_xm
-    s_row = s_ptr + source * stride_sm
+    at = t * stride_xm
+    s_row = s_ptr + t * stride_sm
+    if WAIT == 2:
+        gdc_wait()
     if FP16 or BF16:
         # 2. Largest magnitude, as integer bits: above 0x7F7FFFFF it is Inf or NaN. Rows of no group are read as well:
-        # whether m is one is known later than x.
+        # whether a token is one is known later than x.
         v = _token_values(x_ptr, s_row, at, c, K, BLOCK, IN, EMAX, THRESH, FMAX, E5M2)
         factor = 1.0
         back = 1.0
@@ -170,6 +177,8 @@ def _rows_kernel(
             back = ((127 - shift) << 23).to(tl.float32, bitcast=True)
 
         # 3. Round, and see whether it comes back.
+        if WAIT == 1:
+            gdc_wait()  # before anything is written
         lost = tl.zeros((BLOCK,), tl.int32)
         for k in range(0, BLOCK if ONCE else K, BLOCK):
             if not ONCE:
@@ -179,21 +188,27 @@ def _rows_kernel(
                 lost = tl.maximum(lost, (half.to(tl.float32) * back != v).to(tl.int32))
                 if PERM:
                     half = tl.reshape(permute_columns(tl.reshape(half, (1, BLOCK)), 1, BLOCK), (BLOCK,))
-                tl.store(x16_ptr + m * K + k + c, half, mask=k + c < K)
+                tl.store(x16_ptr + t * K + k + c, half, mask=k + c < K)
             if BF16:
-                tl.store(xb_ptr + m * K + k + c, v.to(tl.bfloat16), mask=k + c < K)
+                tl.store(xb_ptr + t * K + k + c, v.to(tl.bfloat16), mask=k + c < K)
         if FP16:
             bad = (tl.max(lost, 0) != 0) | (exponent == 128)
-            tl.store(exp_ptr + m, tl.where(bad, INEXACT, -shift))
+            tl.store(exp_ptr + t, tl.where(bad, INEXACT, -shift))
 
     # 4. A row of no group is a row of zeros in the result.
+    if WAIT == 1 and not (FP16 or BF16):
+        gdc_wait()
     if ZERO_TAIL:
         g = tl.arange(0, G_POW2)
         ends = tl.load(offs_ptr + g, mask=g < G, other=0)
-        if m >= tl.max(tl.minimum(tl.maximum(ends, 0), M), 0):
-            zero = tl.zeros((BLOCK,), out_ptr.dtype.element_ty)
+        end = tl.max(tl.minimum(tl.maximum(ends, 0), M), 0)
+        zero = tl.zeros((BLOCK,), out_ptr.dtype.element_ty)
+        first = tl.maximum(t * share, end)
+        row = out_ptr + first * N
+        for _ in range(first, tl.minimum(t * share + share, M)):
             for n in range(0, N, BLOCK):
-                tl.store(out_ptr + m * N + n + c, zero, mask=n + c < N)
+                tl.store(row + n + c, zero, mask=n + c < N)
+            row += N
 
 
 # --- weights in registers --------------------------------------------------------------------------------------------
@@ -344,6 +359,47 @@ def times_power_of_two(x, e):
 
 
 @triton.jit
+def _prefetch(address, nbytes):
+    """Bring ``nbytes`` at a multiple of 16 to L2, both multiples of 16. One thread asks for all of it."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [address, nbytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def find_tile(tiles_ptr, q_ptr, N, K, BN: tl.constexpr, PDL: tl.constexpr, READY: tl.constexpr, PREFETCH: tl.constexpr):
+    """Group, first token and end of the group of this program; waits for the kernel before."""
+    tile = tiles_ptr + tl.program_id(1) * 3
+    if PDL and not READY:
+        gdc_wait()
+        gdc_launch_dependents()
+    g = tl.load(tile)
+    t0 = tl.load(tile + 1)
+    end = tl.load(tile + 2)
+    if PDL and READY:
+        if PREFETCH:  # the memory has nothing else to do while tokens are prepared
+            n = tl.program_id(0) * BN
+            if g >= 0:
+                rows = tl.minimum(BN, N - n)
+                _prefetch((q_ptr + (g.to(tl.int64) * N + n) * K).to(tl.int64), (rows * K).to(tl.int32))
+        gdc_wait()
+        gdc_launch_dependents()
+    return g, t0, end
+
+
+@triton.jit
 def tile_product(
     q_ptr,
     s_ptr,
@@ -354,6 +410,7 @@ def tile_product(
     q_desc,
     x_desc,
     exp_ptr,
+    index_ptr,
     g,
     row,  # (BN,) rows of the weights, all of them rows that exist
     r0,  # row of q_desc that is row[0]
@@ -374,10 +431,13 @@ def tile_product(
     TMA_X: tl.constexpr,
     PERM: tl.constexpr,
     STAGES: tl.constexpr,
+    TOP_K: tl.constexpr,  # 0: token t is row t of x
 ):
     """Weight rows ``(BN, k0..k1)`` of group g times tokens ``t0 .. t0 + BT``: ``(BN, BT)`` fp32."""
     t = t0 + tl.arange(0, BT)
     tokens = t < end
+    if TOP_K:
+        t = tl.load(index_ptr + t, mask=tokens, other=0) // TOP_K
     t64 = t.to(tl.int64)
     g_row = g.to(tl.int64) * N + row
     q_row = q_ptr + g_row * K
@@ -408,12 +468,13 @@ def _mx_decode_kernel(
     s_ptr,  # (G, N, ceil(K/32)) uint8
     p_ptr,  # (G, ceil(K/128), N, 4) uint8, if PACKED
     top_ptr,  # (G, N) uint8, if PACKED
-    x16_ptr,  # (M, K) fp16, if PACKED
-    xb_ptr,  # (M, K) bf16
+    x16_ptr,  # (T, K) fp16, if PACKED
+    xb_ptr,  # (T, K) bf16
     q_desc,  # (G * N, K) as boxes (BN, BK), if TMA_Q
-    x_desc,  # (M, K) fp16 as boxes (BT, BK), if TMA_X
-    exp_ptr,  # (M,) int32, if PACKED
+    x_desc,  # (T, K) fp16 as boxes (BT, BK), if TMA_X
+    exp_ptr,  # (T,) int32, if PACKED
     tiles_ptr,  # (token tiles, 3) int32
+    index_ptr,  # (M,) int32 or int64: TOP_K times the row of x, if TOP_K
     bias_ptr,  # (G, N), if HAS_BIAS
     M,
     N,
@@ -431,15 +492,13 @@ def _mx_decode_kernel(
     TMA_X: tl.constexpr,
     PERM: tl.constexpr,  # x16 is in the order of ``permute_columns``
     PDL: tl.constexpr,  # started before ``_rows_kernel`` is done
+    READY: tl.constexpr,  # the tiles were listed by an earlier launch, which is complete
+    PREFETCH: tl.constexpr,
     STAGES: tl.constexpr,
+    TOP_K: tl.constexpr,
 ):
     # 1. Which tokens, which rows of the weights.
-    if PDL:
-        gdc_wait()
-    tile = tiles_ptr + tl.program_id(1) * 3
-    g = tl.load(tile)
-    t0 = tl.load(tile + 1)
-    end = tl.load(tile + 2)
+    g, t0, end = find_tile(tiles_ptr, q_ptr, N, K, BN, PDL, READY, PREFETCH)
     if g < 0:
         return
 
@@ -452,8 +511,8 @@ def _mx_decode_kernel(
 
     # 3. Multiply.
     acc = tile_product(
-        q_ptr, s_ptr, p_ptr, top_ptr, x16_ptr, xb_ptr, q_desc, x_desc, exp_ptr, g, row, r0, t0, end, N, K, stride_xb,
-        k0, k1, PACKED, E_HI, EVEN, BN, BT, BK, TMA_Q, TMA_X, PERM, STAGES,
+        q_ptr, s_ptr, p_ptr, top_ptr, x16_ptr, xb_ptr, q_desc, x_desc, exp_ptr, index_ptr, g, row, r0, t0, end, N,
+        K, stride_xb, k0, k1, PACKED, E_HI, EVEN, BN, BT, BK, TMA_Q, TMA_X, PERM, STAGES, TOP_K,
     )  # fmt: skip
 
     # 4. Bias, one rounding, store.
@@ -509,6 +568,7 @@ class Config:
     perm: bool = False  # with 4 warps or more, where Triton chooses wgmma
     pdl: bool = True
     step: int = 128  # BK
+    prefetch: bool = False  # weights to L2 while the program waits for its tokens, where tiles are known early
 
 
 @dataclass(frozen=True)
@@ -531,6 +591,8 @@ MIN_SPLIT = 512
 """K of a split, at least: four steps of the pipeline."""
 MAX_ROW = 8192
 """Longest token that ``_rows_kernel`` keeps in registers."""
+WARP_ROW = 512
+"""Elements of a token for each warp of ``_rows_kernel``."""
 
 
 def choose_config(m: int, g: int, k: int, where: torch.device, packed: bool) -> Config:
@@ -564,39 +626,62 @@ def choose_splits(m: int, g: int, n: int, k: int, config: Config) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """What ``_rows_kernel`` made of the tokens."""
+    """What ``_rows_kernel`` made of the tokens, and the list of tiles."""
 
-    fp16: Tensor  # (M, K), with packed weights
-    bf16: Tensor  # (M, K)
-    exponent: Tensor  # (M,)
+    fp16: Tensor  # (T, K), with packed weights
+    bf16: Tensor  # (T, K)
+    exponent: Tensor  # (T,)
     tiles: Tensor  # (token tiles, 3)
+    ready: bool  # tiles are of an earlier launch
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Where a launch stands in a chain whose kernels start early: see ``_pdl.py``.
+
+    | field | meaning |
+    |---|---|
+    | ``after`` | 0: nothing is known of the kernel before; 1: it belongs to the chain; 2: and it writes the tokens |
+    | ``zero_tail`` | rows of no group are set to zero; False: nobody reads them |
+    | ``tiles``, ``tile_tokens`` | tiles of BT tokens that a launch in front of the kernel before has listed |
+    """
+
+    after: int = 0
+    zero_tail: bool = True
+    tiles: Tensor | None = None
+    tile_tokens: int = 0
+
+
+ALONE = Chain()
 
 
 def prepare_rows(
     a: Tensor,
     a_scale: Tensor | None,
-    index: Tensor | None,
-    top_k: int,
     offs: Tensor,
     packed: bool,
     quantize: tuple[torch.dtype, str] | None,
     out: Tensor,
     zero_tail: bool,
     c: Config,
+    chain: Chain = ALONE,
 ) -> Rows:
-    """Gather, round and scale tokens as the tiles need them, list the tiles, zero the tail of ``out``."""
-    m, k, g = out.shape[0], a.shape[1], offs.numel()
+    """Round and scale tokens as the tiles need them, list the tiles, zero the tail of ``out``."""
+    (t, k), m, g = a.shape, out.shape[0], offs.numel()
     a = a if a.stride(-1) == 1 else a.contiguous()
     kind = "mx" if a_scale is not None else "quantize" if quantize is not None else "values"
     elem = elem_format(a.dtype if kind == "mx" else quantize[0] if quantize is not None else E4M3.dtype)
-    high = kind != "values" or a.dtype != torch.bfloat16 or index is not None  # bf16 tokens are not in memory yet
-    x16 = a.new_empty((m, k), dtype=torch.float16) if packed else a
-    exponent = a.new_empty((m,), dtype=torch.int32) if packed else offs
-    xb = a.new_empty((m, k), dtype=torch.bfloat16) if high else a
+    high = kind != "values" or a.dtype != torch.bfloat16  # bf16 tokens are not in memory yet
+    x16 = a.new_empty((t, k), dtype=torch.float16) if packed else a
+    exponent = a.new_empty((t,), dtype=torch.int32) if packed else offs
+    xb = a.new_empty((t, k), dtype=torch.bfloat16) if high else a
     bound = token_tiles(m, g, c)
-    tiles = offs.new_empty((bound, 3))
+    ready = chain.tiles is not None and chain.tile_tokens == c.tokens
+    tiles = chain.tiles if chain.tiles is not None and ready else offs.new_empty((bound, 3))
     block = min(max(triton.next_power_of_2(k), 128), MAX_ROW)
-    _rows_kernel[(m + 1,)](
+    pdl = _pdl(c, a)
+    wait = chain.after if pdl else 0
+    _rows_kernel[(t + (not ready),)](
         x16,
         xb,
         exponent,
@@ -604,23 +689,24 @@ def prepare_rows(
         tiles,
         a,
         a_scale if a_scale is not None else a,
-        index if index is not None else offs,
         offs,
         m,
         out.shape[1],
         k,
         g,
         bound,
+        triton.cdiv(m, t),
         a.stride(0),
         a_scale.stride(0) if a_scale is not None else 0,
         G_POW2=triton.next_power_of_2(g),
-        TOP_K=top_k if index is not None else 0,
+        LIST=not ready,
         IN=kind,
         FP16=packed,
         PERM=_permuted(c, k, packed),
         BF16=high,
-        ZERO_TAIL=zero_tail,
-        PDL=_pdl(c, a),
+        ZERO_TAIL=zero_tail and chain.zero_tail,
+        PDL=pdl,
+        WAIT=wait,
         ONCE=k <= block,
         EMAX=elem.emax,
         THRESH=elem.threshold(quantize[1] if quantize is not None else "rceil"),
@@ -628,13 +714,14 @@ def prepare_rows(
         E5M2=elem.dtype == torch.float8_e5m2,
         BT=c.tokens,
         BLOCK=block,
-        num_warps=4 if block <= 4096 else 8,
+        num_warps=min(max(block // WARP_ROW, 1), 8),
+        **early(wait > 0),
     )
-    return Rows(x16, xb, exponent, tiles)
+    return Rows(x16, xb, exponent, tiles, ready)
 
 
 def _pdl(c: Config, t: Tensor) -> bool:
-    return c.pdl and t.is_cuda and device.capability(t.device) >= (9, 0)
+    return c.pdl and dependent_launch(t.device)
 
 
 def _permuted(c: Config, k: int, packed: bool) -> bool:
@@ -642,7 +729,7 @@ def _permuted(c: Config, k: int, packed: bool) -> bool:
 
 
 def operands(
-    q: Tensor, scale: Tensor, packed: PackedWeight | None, rows: Rows, c: Config
+    q: Tensor, scale: Tensor, packed: PackedWeight | None, rows: Rows, index: Tensor | None, top_k: int, c: Config
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """Weights and tokens as a kernel takes them, and the constants that follow from them."""
     k = q.shape[-1]
@@ -651,7 +738,7 @@ def operands(
         q = q.view(torch.uint8)
     flat = q.view(-1, k)
     tma_q = c.tma_q and packed is not None and tma_ready(flat)
-    tma_x = c.tma_x and packed is not None and tma_ready(rows.fp16)
+    tma_x = c.tma_x and packed is not None and index is None and tma_ready(rows.fp16)
     pdl = _pdl(c, q)
     arguments = (
         q,
@@ -664,6 +751,7 @@ def operands(
         TensorDescriptor(rows.fp16, list(rows.fp16.shape), [k, 1], [c.tokens, c.step]) if tma_x else rows.fp16,
         rows.exponent,
         rows.tiles,
+        index if index is not None else rows.tiles,
     )
     constants = {
         "PACKED": packed is not None,
@@ -676,10 +764,13 @@ def operands(
         "TMA_X": tma_x,
         "PERM": _permuted(c, k, packed is not None),
         "PDL": pdl,
+        "READY": rows.ready,
+        "PREFETCH": c.prefetch and k % 16 == 0 and q.data_ptr() % 16 == 0,
         "STAGES": c.stages,
+        "TOP_K": top_k if index is not None else 0,
         "num_warps": c.warps,
         "num_stages": c.stages,
-        **({"launch_pdl": True} if pdl else {}),
+        **early(pdl),
     }
     return arguments, constants
 
@@ -698,6 +789,7 @@ def mx_decode_m_groups(
     quantize: tuple[torch.dtype, str] | None = None,
     config: Config | None = None,
     splits: int | None = None,
+    chain: Chain = ALONE,
 ) -> Tensor:
     """Launch. ``a (M, K)``, ``b_q (G, N, K)`` with ``b_scale (G, N, ceil(K/32))`` uint8, ``offs (G,)`` -> ``(M, N)``.
 
@@ -714,10 +806,10 @@ def mx_decode_m_groups(
     splits = splits or choose_splits(m, g, n, k, c)
     split_k = triton.cdiv(triton.cdiv(k, c.step), splits) * c.step
     splits = triton.cdiv(k, split_k)
-    rows = prepare_rows(a, a_scale, index, top_k, offs, packed is not None, quantize, out, splits == 1, c)
+    rows = prepare_rows(a, a_scale, offs, packed is not None, quantize, out, splits == 1, c, chain)
     bias = bias.contiguous() if bias is not None else None
     target = out if splits == 1 else out.new_empty((splits, m, n), dtype=torch.float32)
-    arguments, constants = operands(b_q, b_scale, packed, rows, c)
+    arguments, constants = operands(b_q, b_scale, packed, rows, index, top_k, c)
     _mx_decode_kernel[(triton.cdiv(n, c.rows), rows.tiles.shape[0], splits)](
         target,
         *arguments,

@@ -102,9 +102,7 @@ def keeps_weight(recipe: MXRecipe, device: torch.device, n: int, k: int) -> bool
     return choose(device, recipe, n, k).backend == "native"
 
 
-def _decodes(
-    device: torch.device, x: torch.dtype, w: torch.dtype, recipe: MXRecipe, m: int, groups_: int
-) -> bool:
+def _decodes(device: torch.device, x: torch.dtype, w: torch.dtype, recipe: MXRecipe, m: int, groups_: int) -> bool:
     """Whether a GEMM with MXFP8 weights is decoded: few rows per group, e4m3, activations e4m3 or bf16."""
     e4m3 = torch.float8_e4m3fn
     takes = w == e4m3 and x in (e4m3, torch.bfloat16) and recipe.elem_dtype == e4m3
@@ -135,9 +133,11 @@ def _m_groups(
     kept, kept_w = _nothing(x), _nothing(x)[:2]
     sizes = (x.shape[0], w.shape[1], w.shape[2], offs.shape[0])
     if w_scale is not None and _decodes(x.device, x.dtype, w.dtype, r, x.shape[0], w.shape[0]):
-        out = decode.mm_m_groups(x, x_scale, w, w_scale, offs, bias, out_dtype, r)
-        record("fprop", "triton", decode.reason(x.shape[0], w.shape[0]), sizes, (x, w, offs, out))
-        return out, *kept, *kept_w
+        facts = decode.remembered(w, w_scale)
+        if decode.decodes(x.device, r, x.shape[0], w.shape[0], facts is not None):
+            out = decode.mm_m_groups(x, x_scale, w, w_scale, offs, bias, out_dtype, r, packed=facts)
+            record("fprop", "triton", decode.reason(x.shape[0], w.shape[0]), sizes, (x, w, offs, out))
+            return out, *kept, *kept_w
     choice, engine = _pick(x.device, r, w.shape[1], w.shape[2], x_scale is not None or w_scale is not None)
     if x_scale is not None:
         a = engine.expand(_mx(x, x_scale, "rowwise", x.shape[0]))
@@ -686,6 +686,8 @@ def explain(
         n, k = w.shape[2], x.shape[-1]
     if form == (2, 3) and isinstance(w, MXTensor):
         x_dtype = x.elem_dtype if isinstance(x, MXTensor) else x.dtype
-        if _decodes(x.device, x_dtype, w.elem_dtype, recipe, x.shape[0], w.shape[0]):
-            return Choice("triton", decode.reason(x.shape[0], w.shape[0]))
+        m, g = x.shape[0], w.shape[0]
+        facts = decode.known(w.qdata.mT, w.scale_bytes.mT)
+        if _decodes(x.device, x_dtype, w.elem_dtype, recipe, m, g) and decode.decodes(x.device, recipe, m, g, facts):
+            return Choice("triton", decode.reason(m, g))
     return _choice(x.device, recipe, n, k, has_mx)
