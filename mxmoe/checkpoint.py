@@ -245,7 +245,7 @@ def _write_json(path: Path, value: object) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path} is missing") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is corrupted: {error}") from None
@@ -309,6 +309,11 @@ def _check_format(format: str) -> None:
         raise ValueError(f"format must be one of {FORMATS}, got {format!r}")
 
 
+def _check_model(model: object, function: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function}() takes a torch.nn.Module, got {type(model).__name__}")
+
+
 def _check_blocks(module: str, weight: str, k: int) -> None:
     if k % BLOCK:
         raise ValueError(
@@ -343,6 +348,7 @@ def save_checkpoint(
     Sync: copies to the host, one shard at a time. Source: ``docs/serving.md``.
     """
     _check_format(format)
+    _check_model(model, "save_checkpoint")
     path = Path(path)
     modules = _experts_of(model)
     if not modules:
@@ -484,6 +490,7 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], *, verify: b
     (layers that predict further tokens) are ignored.
     Raises: ``ValueError`` naming the file or tensor, or if the model is on the meta device. Sync: copies to the device.
     """
+    _check_model(model, "load_checkpoint")
     path = Path(path)
     if empty := next((name for name, t in model.state_dict().items() if t.is_meta), None):
         raise ValueError(f"{empty} has no memory (meta device): build the model on a CPU or a GPU")

@@ -169,7 +169,9 @@ def _reason_to_skip(
     for pattern in excluded:
         if fnmatch.fnmatchcase(name, pattern):
             return f"excluded by {pattern!r}"
-    if huggingface.own_seam(module) is not None or huggingface.dispatches(module):
+    if not huggingface.is_8_bit(module) and (
+        huggingface.own_seam(module) is not None or huggingface.dispatches(module)
+    ):
         return None
     return huggingface.why_not(module)
 

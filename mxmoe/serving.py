@@ -176,12 +176,15 @@ class QuantizationReport(ConversionReport):
             f"{len(self.replaced)} expert modules are MXFP8: {_size(self.bytes_before)} -> {_size(self.bytes_after)} "
             f"({ratio:.2f}x), {self.recipe.key}"
         ]
+        if self.replaced and not self.layers:
+            lines = [f"{len(self.replaced)} expert modules were MXFP8 before: nothing was quantized"]
         rows = [("module", "weight", "(E, N, K)", "SQNR dB")]
         for layer in self.layers:
             sqnr = "-" if layer.sqnr_db is None else f"{layer.sqnr_db:.2f}"
             rows.append((layer.module, layer.weight, str(layer.shape), sqnr))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines += ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if self.layers:
+            lines += ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines += [f"  skipped  {s.name}  {s.module_class}  {s.reason}" for s in self.skipped]
         return "\n".join(lines)
 

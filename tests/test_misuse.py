@@ -331,3 +331,39 @@ def test_export_with_quantized_weights():
     torch.export.save(torch.export.export(Layer(), args), file)
     file.seek(0)
     assert_bitwise(torch.export.load(file).module()(*args), Layer()(*args), "exported")
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+def test_models_that_are_quantized_already():
+    """convert() said that there were no experts; the second report that 0 B had become 0 B."""
+    tiny_models = pytest.importorskip("tiny_models")
+    model = tiny_models.tiny("qwen3_moe", dtype=BF16)
+    mxmoe.quantize_experts(model, progress=False)
+    again = str(mxmoe.quantize_experts(model, progress=False))
+    assert "2 expert modules were MXFP8 before: nothing was quantized" in again
+    assert "0 B" not in again
+    with pytest.raises(ValueError, match="mlp.experts: .* holds 8-bit weights already: load the model in bf16"):
+        mxmoe.convert(model)
+
+
+def test_what_is_no_model_no_folder_no_recipe(tmp_path):
+    pytest.importorskip("transformers")
+    from mxmoe.integrations import huggingface
+
+    (tmp_path / "file").write_text("")
+    for fn, error, match in (
+        (
+            lambda: mxmoe.save_checkpoint(None, tmp_path / "a"),
+            TypeError,
+            r"save_checkpoint\(\) takes a torch.nn.Module",
+        ),
+        (
+            lambda: mxmoe.load_checkpoint(None, tmp_path / "a"),
+            TypeError,
+            r"load_checkpoint\(\) takes a torch.nn.Module",
+        ),
+        (lambda: mxmoe.load_checkpoint(torch.nn.Linear(1, 1), tmp_path / "file"), ValueError, "config.json is missing"),
+        (lambda: huggingface.register("mxmoe-str", recipe="mxfp8"), TypeError, "must be an mxmoe.MXRecipe, got str"),
+    ):
+        with pytest.raises(error, match=match):
+            fn()

@@ -45,8 +45,10 @@ def register(name: str = NAME, *, recipe: MXRecipe | None = None) -> None:
 
     Args: ``recipe``: used by modules that have none of their own (``mxmoe.convert`` gives each module its own);
     ``MXRecipe()`` by default, and weight-only for experts of an MXFP8 checkpoint.
-    Raises: ``ImportError`` without transformers 5.x; ``ValueError`` if the name is taken by something else.
+    Raises: ``TypeError``; ``ImportError`` without transformers 5.x; ``ValueError`` if something else has the name.
     """
+    if recipe is not None and not isinstance(recipe, MXRecipe):
+        raise TypeError(f"recipe must be an mxmoe.MXRecipe, got {type(recipe).__name__}")
     interface = _interface()
     forward = functools.partial(mxmoe_experts_forward, recipe=recipe)
     present = interface._global_mapping.get(name)
@@ -203,17 +205,28 @@ def config_with(config: Any, name: str) -> Any:
 
 def looks_like_experts(module: nn.Module) -> bool:
     """Whether a module holds the weights of experts: by its class name, or by 3-D parameters beside ``num_experts``."""
-    own = [p.ndim for p in module.parameters(recurse=False)]
+    own = [p.ndim for p in (*module.parameters(recurse=False), *_bytes_of(module))]
     name = type(module).__name__.lower()
     if "expert" in name and "shared" not in name:
         return bool(own) or isinstance(module, (nn.ModuleList, nn.ModuleDict))
     return 3 in own and hasattr(module, "num_experts")
 
 
+def _bytes_of(module: nn.Module) -> list[Tensor]:
+    """The 8-bit weights of a module: parameters, or buffers as ``quantize_experts`` leaves them."""
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return [t for t in own if t.ndim == 3 and t.dtype.itemsize == 1]
+
+
+def is_8_bit(module: nn.Module) -> bool:
+    """Whether the expert weights of a module are quantized already, by whoever."""
+    return bool(_bytes_of(module)) or any(p.dtype.itemsize == 1 for p in module.parameters(recurse=False))
+
+
 def why_not(module: nn.Module) -> str:
     """Why a module that looks like experts is left alone, and what to do."""
     name = type(module).__name__
-    if any(p.dtype.itemsize == 1 for p in module.parameters(recurse=False)):
+    if is_8_bit(module):
         return f"{name} holds 8-bit weights already: load the model in bf16 to train it"
     if getattr(type(module), "__module__", "").startswith("liger_kernel"):
         return f"{name} comes from Liger, which replaced the experts class: load the model with Liger's swiglu=False"
