@@ -855,7 +855,7 @@ OFFLINE = [
     Case("1 token", lambda: _case(1), expect={"cuda:90": r"mma\.sync"}),
     Case("8 tokens", lambda: _case(8), expect={"cuda:90": r"wgmma"}),
     Case("8 tokens, short K", lambda: _case(8, k=768), expect={"cuda:90": r"mma\.sync"}),
-    Case("16 tokens, gathered", lambda: _case(16, index=True), expect={"cuda:90": r"wgmma"}),
+    Case("16 tokens, gathered", lambda: _case(16, index=True), expect={"cuda:90": r"wgmma"}, spills=16),
     Case("64 tokens", lambda: _case(64), expect={"cuda:90": r"wgmma"}),
     Case("8 tokens, no facts", lambda: _case(8, packed=False), expect={"cuda:90": r"mma"}),
 ]
