@@ -1,0 +1,173 @@
+"""Rounding to MXFP8 and back on 32-bit words of two bf16, in registers: the layer kernels' fast arithmetic.
+
+    word (int32)   | odd column, bf16 | even column, bf16 |        x seen as (rows, columns / 2) int32
+
+    block -> largest magnitude per half -> 2**(127 - byte), 2**(byte - 127) per half as bf16 (``word_powers``)
+    y = x * 2**(127 - byte)             exact, or zero in the element type too
+    p = max(power of two below |y|, smallest normal element)
+    t = y + 24p;  t - 24p               rounds y to the element type: 24p has its last bit at p/8 (e5m2: 48p, p/4)
+    result = (t - 24p) * 2**(byte - 127), with the sign of y
+
+No fp8 value is ever made: 7 instructions for two elements, against 20 by way of fp32, e4m3 and fp16. Results are the
+bytes of :func:`mxmoe.kernels._moe.round_rows` and ``round_last``: bf16 addition rounds to nearest even as the
+conversion does, 24p/(p/8) = 192 is even, and every other step is exact. A NaN in a block makes its factor NaN.
+
+``HW``: sm_90, which multiplies and adds bf16 in pairs. Elsewhere, and in the interpreter, the same words are taken
+apart and rounded through fp32.
+
+Source: ``docs/numerics.md``; PTX ISA, ``max.NaN.xorsign.abs``, ``fma.rn.bf16x2``.
+"""
+
+import triton
+import triton.language as tl
+
+from ._moe import _amax_bits, _block_powers, _through_elem
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+@triton.jit
+def even(w):
+    """The even columns of words as fp32."""
+    return (w << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def odd(w):
+    """The odd columns of words as fp32."""
+    return (w & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pack(low, high, HW: tl.constexpr):
+    """fp32 of even and odd columns -> words of bf16, rounded to nearest even."""
+    if HW:
+        return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, True, 1)
+    else:
+        a = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        b = high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+        return a | (b << 16)
+
+
+# --- largest magnitude -----------------------------------------------------------------------------------------------
+@triton.jit
+def _absmax(a, b):
+    return tl.inline_asm_elementwise("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
+def _magnitudes(a, b):
+    """``_absmax`` by integers: bits of magnitudes are ordered like them, NaN on top."""
+    low = tl.maximum(a & 0x7FFF, b & 0x7FFF)
+    high = tl.maximum(a & 0x7FFF0000, b & 0x7FFF0000)
+    return low | high
+
+
+@triton.jit
+def absmax(w, AXIS: tl.constexpr, HW: tl.constexpr):
+    """Per half: the largest magnitude along an axis, NaN kept. With ``HW`` the sign bits mean nothing."""
+    if HW:
+        return tl.reduce(w, AXIS, _absmax)
+    else:
+        return tl.reduce(w, AXIS, _magnitudes)
+
+
+@triton.jit
+def absmax_of_both(w, HW: tl.constexpr):
+    """Magnitudes of both halves -> the larger one in both."""
+    swapped = (w << 16) | ((w >> 16) & 0xFFFF)
+    if HW:
+        return _absmax(w, swapped)
+    else:
+        return _magnitudes(w, swapped)
+
+
+# --- powers of a block -----------------------------------------------------------------------------------------------
+@triton.jit
+def word_powers(amax, E5M2: tl.constexpr, THRESH: tl.constexpr):
+    """Words of two amax -> words of 2**(127 - byte) and of 2**(byte - 127), bf16; the first is NaN where byte is 255.
+
+    Both halves at once: exponent fields never borrow from each other. Adding 0x7F - THRESH/2**16 carries into the
+    exponent where the mantissa is above THRESH.
+    """
+    EMAX: tl.constexpr = (15 if E5M2 else 8) << 7
+    bits = amax & 0x7FFF7FFF
+    power = (bits + ((0x7F - (THRESH >> 16)) * 0x10001)) & 0x7F807F80
+    low = tl.maximum((power & 0xFFFF) - EMAX, 0)
+    high = tl.maximum((power >> 16) - EMAX, 0)
+    scale = low | (high << 16)
+    bad = ((bits + 0x00800080) >> 15) & 0x00010001
+    factor = (0x7F007F00 - scale) | (bad * 0x7FFF)
+    scale = tl.maximum(low, 0x40) | (tl.maximum(high, 0x40) << 16)  # byte 0 is 2**-127, subnormal
+    return factor, scale
+
+
+# --- rounding --------------------------------------------------------------------------------------------------------
+@triton.jit
+def _round_asm(w, factor, scale, E5M2: tl.constexpr, CLAMP: tl.constexpr):
+    """Words through the element type and back."""
+    # 24 and 48; 2**-6 and 2**-14; 448 and 57344, as pairs of bf16.
+    ASM: tl.constexpr = _text(E5M2, CLAMP)
+    return tl.inline_asm_elementwise(ASM, "=r,r,r,r", [w, factor, scale], tl.int32, True, 1)
+
+
+@triton.constexpr_function
+def _text(e5m2, clamp):
+    shift, normal, largest = ("42404240", "38803880", "47604760") if e5m2 else ("41C041C0", "3C803C80", "43E043E0")
+    minus = f"{int(shift, 16) | 0x80008000:X}"
+    text = "{ .reg .b32 y, p, t, s, c; mul.rn.bf16x2 y, $1, $2;"
+    if clamp:  # rules that round the scale down leave values beyond the largest one
+        text += f"mov.b32 c, 0x{largest}; min.NaN.bf16x2 y, y, c;"
+        text += f"mov.b32 c, 0x{int(largest, 16) | 0x80008000:X}; max.NaN.bf16x2 y, y, c;"
+    text += f"and.b32 p, y, 0x7F807F80; mov.b32 c, 0x{normal}; max.bf16x2 p, p, c;"
+    text += f"mov.b32 c, 0x{shift}; fma.rn.bf16x2 t, p, c, y;"
+    text += f"mov.b32 c, 0x{minus}; fma.rn.bf16x2 t, p, c, t;"
+    return text + "and.b32 s, y, 0x80008000; or.b32 t, t, s; mul.rn.bf16x2 $0, t, $3; }"
+
+
+@triton.jit
+def round_word_rows(w, E5M2: tl.constexpr, THRESH: tl.constexpr, HW: tl.constexpr):
+    """``(32, B)`` words in blocks of 32 along the rows -> words."""
+    amax = absmax(w, 0, HW)
+    if HW:
+        factor, scale = word_powers(amax, E5M2, THRESH)
+        return _round_asm(w, factor[None, :], scale[None, :], E5M2, THRESH > 0x600000)
+    else:
+        low_factor, low_scale = _block_powers(amax << 16, E5M2, THRESH)
+        high_factor, high_scale = _block_powers(amax & -65536, E5M2, THRESH)
+        low = _through_elem(even(w) * low_factor[None, :], E5M2, THRESH, HW) * low_scale[None, :]
+        high = _through_elem(odd(w) * high_factor[None, :], E5M2, THRESH, HW) * high_scale[None, :]
+        return pack(low, high, HW)
+
+
+@triton.jit
+def round_word_last(w, E5M2: tl.constexpr, THRESH: tl.constexpr, HW: tl.constexpr):
+    """``(A, B)`` words in blocks of 16 words, 32 columns, along B -> words."""
+    A: tl.constexpr = w.shape[0]
+    B: tl.constexpr = w.shape[1]
+    w3 = tl.reshape(w, (A, B // 16, 16))
+    amax = absmax_of_both(absmax(w3, 2, HW), HW)
+    if HW:
+        factor, scale = word_powers(amax, E5M2, THRESH)
+        w3 = _round_asm(w3, factor[:, :, None], scale[:, :, None], E5M2, THRESH > 0x600000)
+    else:
+        factor, scale = _block_powers(amax & -65536, E5M2, THRESH)
+        low = _through_elem(even(w3) * factor[:, :, None], E5M2, THRESH, HW) * scale[:, :, None]
+        high = _through_elem(odd(w3) * factor[:, :, None], E5M2, THRESH, HW) * scale[:, :, None]
+        w3 = pack(low, high, HW)
+    return tl.reshape(w3, (A, B))
+
+
+@triton.jit
+def round_word_tile(w, E5M2: tl.constexpr, THRESH: tl.constexpr, HW: tl.constexpr):
+    """``(32, B)`` words with one scale for 32 rows x 16 words -> words."""
+    B: tl.constexpr = w.shape[1]
+    amax = absmax_of_both(absmax(tl.reshape(absmax(w, 0, HW), (B // 16, 16)), 1, HW), HW)
+    amax = tl.reshape(tl.broadcast_to(amax[:, None], (B // 16, 16)), (B,))
+    if HW:
+        factor, scale = word_powers(amax, E5M2, THRESH)
+        return _round_asm(w, factor[None, :], scale[None, :], E5M2, THRESH > 0x600000)
+    else:
+        factor, scale = _block_powers(amax & -65536, E5M2, THRESH)
+        low = _through_elem(even(w) * factor[None, :], E5M2, THRESH, HW) * scale[None, :]
+        high = _through_elem(odd(w) * factor[None, :], E5M2, THRESH, HW) * scale[None, :]
+        return pack(low, high, HW)
