@@ -244,6 +244,74 @@ def test_registering_keeps_a_recipe_that_was_asked_for():
             huggingface._interface()._global_mapping.pop(name, None)
 
 
+def test_serving_weight_of_an_mx_tensor():
+    """Every layout and block that has the contraction last; the rest is refused with what to do."""
+    w = torch.randn(2, 96, 64, device=DEVICE)
+    plain = ServingWeight.of(mxmoe.quantize(w))
+    assert plain.packed is not None
+    assert ServingWeight.of(mxmoe.quantize(w), pack=False).packed is None
+    same = (
+        mxmoe.quantize(w, layout="blocked"),
+        mxmoe.quantize(w.mT.contiguous(), block="colwise").mT,
+        mxmoe.quantize(w.mT.contiguous(), block="colwise", layout="blocked").mT,
+    )
+    for other in same:
+        found = ServingWeight.of(other)
+        for name in ("qdata", "scale", "packed", "top"):
+            a, b = getattr(found, name), getattr(plain, name)
+            cases.assert_bitwise(a.view(torch.uint8), b.view(torch.uint8), name)
+    square = mxmoe.quantize(w, block="square")
+    back = mxmoe.dequantize(ServingWeight.of(square).as_mx(torch.float32), torch.float32)
+    cases.assert_bitwise(back, mxmoe.dequantize(square, torch.float32))
+    with pytest.raises(ValueError, match=r'block="rowwise"\), or pass its \.mT'):
+        ServingWeight.of(mxmoe.quantize(w, block="colwise"))
+    with pytest.raises(ValueError, match=r"must be \(experts, N, K\)"):
+        ServingWeight.of(mxmoe.quantize(w[0]))
+    with pytest.raises(TypeError, match="must be an MXTensor"):
+        ServingWeight.of(w)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activations", ["bf16", "mxfp8"])
+def test_layer_in_a_graph(activations):
+    """The chain of early launches, replayed with other tokens and other experts, gives what it gives eagerly."""
+    hidden, inner, experts, top_k, tokens = 512, 256, 16, 4, 70
+    up, down = (
+        ServingWeight.of(mxmoe.quantize(torch.randn(experts, n, k, device=DEVICE) / k**0.5))
+        for n, k in ((2 * inner, hidden), (hidden, inner))
+    )
+    x = torch.zeros(tokens, hidden, device=DEVICE, dtype=torch.bfloat16)
+    ids = torch.zeros(tokens, top_k, device=DEVICE, dtype=torch.int64)
+    weights = torch.rand(tokens, top_k, device=DEVICE)
+    recipe = MXRecipe(activations=activations)
+
+    def layer():
+        return mx_experts_forward(x, ids, weights, up, down, num_experts=experts, activate=None, recipe=recipe)
+
+    def step_by_step():
+        def swiglu(h):
+            gate, value = h.chunk(2, -1)
+            return torch.nn.functional.silu(gate.float()).mul(value.float()).to(h.dtype)
+
+        return mx_experts_forward(x, ids, weights, up, down, num_experts=experts, activate=swiglu, recipe=recipe)
+
+    layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [layer() for _ in range(4)]
+    for seed in range(4):
+        gen = torch.Generator(device=DEVICE).manual_seed(seed)
+        x.copy_(torch.randn(x.shape, device=DEVICE, generator=gen))
+        ids.copy_(torch.randint(0, experts + seed % 2, ids.shape, device=DEVICE, generator=gen))
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = layer()
+        for out in outs:
+            cases.assert_bitwise(out, expected)
+        assert cases.sqnr(expected, step_by_step()) >= 25
+
+
 @pytest.mark.gpu
 def test_facts_follow_the_weights():
     """A weight written in place is looked at again; moving to another device keeps logits."""

@@ -13,8 +13,11 @@ from torch import Tensor
 
 import mxmoe
 
+from ..formats import BLOCK
+from ..ops.decode import pack_weight
+from ..ops.quantize import plain_scale
 from ..recipe import MXRecipe
-from ..tensor import MXTensor, make
+from ..tensor import MXTensor, check, make
 from .routing import combine, permute, route
 
 
@@ -33,6 +36,29 @@ class ServingWeight:
     scale: Tensor
     packed: Tensor | None = None
     top: Tensor | None = None
+
+    @classmethod
+    def of(cls, weight: MXTensor, *, pack: bool = True) -> ServingWeight:
+        """The weight of an :class:`MXTensor` ``(E, N, K)`` whose blocks lie along its last dim, in either layout.
+
+        Args: ``pack``: look at every byte once, for the faster kernels.
+        Raises: ``TypeError``, ``ValueError``. Sync: none.
+        """
+        if not isinstance(weight, MXTensor):
+            raise TypeError(f"weight must be an MXTensor (mxmoe.quantize makes one), got {type(weight).__name__}")
+        check(weight, "weight")
+        if weight.ndim != 3:
+            raise ValueError(f"weight must be (experts, N, K), got {tuple(weight.shape)}")
+        if weight.block == "colwise":
+            raise ValueError(
+                "weight is quantized along its rows (colwise), and the contraction is its last dim: "
+                'quantize(..., block="rowwise"), or pass its .mT if it is (experts, K, N)'
+            )
+        scale = plain_scale(weight)
+        if weight.block == "square":
+            scale = scale.repeat_interleave(BLOCK, -2)[:, : weight.shape[1]]
+        qdata, scale = weight.qdata.detach().contiguous(), scale.contiguous()
+        return cls(qdata, scale, *(pack_weight(qdata, scale) if pack else (None, None)))
 
     def as_mx(self, dtype: torch.dtype) -> MXTensor:
         """The same bytes as an :class:`MXTensor`."""
