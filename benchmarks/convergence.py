@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 KIND = "convergence"
+SLACK = 0.01  # nats
 VOCAB, WIDTH, LAYERS, HEADS, EXPERTS, INNER, TOP_K, LENGTH = 256, 512, 6, 8, 32, 256, 4, 256
 
 
@@ -100,8 +102,8 @@ def experts_of(kind: str) -> type[nn.Module]:
     return Bf16Experts
 
 
-def train(kind: str, seed: int, data: Tensor, args: argparse.Namespace, writer: Writer) -> dict[str, float]:
-    """One run; returns its final numbers."""
+def train(kind: str, seed: int, data: Tensor, args: argparse.Namespace, writer: Writer) -> None:
+    """One run; its final numbers and its curve are rows."""
     torch.manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = Model(experts_of(kind)).to(device)
@@ -142,16 +144,16 @@ def train(kind: str, seed: int, data: Tensor, args: argparse.Namespace, writer: 
     result = {"train": sum(tail) / len(tail), "validation": validation, "seconds": seconds}
     writer.row(run=kind, seed=seed, steps=args.steps, tokens=args.batch * LENGTH, **result)
     writer.row(run=kind, seed=seed, curve=[round(v, 4) for v in curve[:: max(args.steps // 400, 1)]])
-    return result
 
 
-def plot(rows: list[dict[str, object]], path: str) -> None:
+def plot(env: dict[str, Any], rows: list[dict[str, Any]], path: str) -> None:
     """Loss curves."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    steps = next(row["steps"] for row in rows if "steps" in row)
     figure, axis = plt.subplots(figsize=(8, 4.5))
     for row in rows:
         if "curve" in row:
@@ -159,8 +161,9 @@ def plot(rows: list[dict[str, object]], path: str) -> None:
             window = max(len(curve) // 50, 1)
             smooth = curve.unfold(0, window, 1).mean(-1)
             style = {"lw": 1.6} if row["run"] == "mxfp8" else {"lw": 1.0, "ls": "--" if row["seed"] else "-"}
-            axis.plot(torch.linspace(0, 1, len(smooth)), smooth, label=f"{row['run']}, seed {row['seed']}", **style)
-    axis.set_xlabel("share of the run")
+            at = torch.linspace(0, steps, len(smooth))
+            axis.plot(at, smooth, label=f"{row['run']}, seed {row['seed']}", **style)
+    axis.set_xlabel("step")
     axis.set_ylabel("training loss, nats per byte")
     axis.set_ylim(top=2.5)
     axis.grid(alpha=0.3)
@@ -169,36 +172,50 @@ def plot(rows: list[dict[str, object]], path: str) -> None:
     figure.savefig(path, dpi=130)
 
 
+def judged(rows: list[dict[str, Any]], slack: float = SLACK) -> list[tuple[str, float, float, bool]]:
+    """For both losses: its name, MXFP8 to bf16, bf16 seed to bf16 seed, whether the first is within the second."""
+    runs = {(row["run"], row["seed"]): row for row in rows if "train" in row}
+    base = runs["bf16", 0]
+    found = []
+    for name in ("train", "validation"):
+        noise = abs(base[name] - runs["bf16", 1][name])
+        difference = abs(base[name] - runs["mxfp8", 0][name])
+        found.append((name, difference, noise, difference <= noise + slack))
+    return found
+
+
+def report(env: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """The runs as a table, and the verdict."""
+    runs = [row for row in rows if "train" in row]
+    table = [[r["run"], r["seed"], f"{r['train']:.4f}", f"{r['validation']:.4f}", f"{r['seconds']:.1f}"] for r in runs]
+    columns = ["experts", "seed", "training loss, last tenth", "held-out loss", "seconds"]
+    model = f"{LAYERS} layers, {WIDTH} wide, {EXPERTS} experts of {INNER}, top {TOP_K}"
+    about = f"{model}; {runs[0]['steps']} steps of {runs[0]['tokens']} bytes. Losses in nats per byte."
+    lines = [env_line(env), "", about, "", markdown(columns, table), ""]
+    for name, difference, noise, within in judged(rows):
+        verdict = f"{'within' if within else 'BEYOND'} (slack {SLACK})"
+        lines.append(f"* {name}: MXFP8 to bf16 {difference:.4f}, bf16 seed to seed {noise:.4f}: {verdict}")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Run and judge: 1 if MXFP8 parts from bf16 by more than a seed does, plus ``--slack``."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=64, help=f"sequences of {LENGTH} bytes")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--slack", type=float, default=0.01, help="nats")
+    parser.add_argument("--slack", type=float, default=SLACK, help="nats")
     parser.add_argument("--out", help="JSONL results")
     parser.add_argument("--plot", help="PNG of the curves")
     args = parser.parse_args()
     writer = Writer(args.out, KIND)
     data = text()
-    results = {run: train(*run, data, args, writer) for run in (("bf16", 0), ("mxfp8", 0), ("bf16", 1))}
+    for kind, seed in (("bf16", 0), ("mxfp8", 0), ("bf16", 1)):
+        train(kind, seed, data, args, writer)
     if args.plot:
-        plot(writer.rows, args.plot)
-    columns = ["run", "seed", "train loss", "validation loss", "seconds"]
-    print(env_line(writer.env))
-    table = [
-        [run, seed, f"{r['train']:.4f}", f"{r['validation']:.4f}", r["seconds"]] for (run, seed), r in results.items()
-    ]
-    print(markdown(columns, table))
-    base = results["bf16", 0]
-    worst = 0
-    for key in ("train", "validation"):
-        noise = abs(base[key] - results["bf16", 1][key])
-        difference = abs(base[key] - results["mxfp8", 0][key])
-        verdict = "within" if difference <= noise + args.slack else "BEYOND"
-        worst |= verdict != "within"
-        print(f"{key}: mxfp8 - bf16 {difference:.4f}, seed to seed {noise:.4f}: {verdict} (slack {args.slack})")
-    return worst
+        plot(writer.env, writer.rows, args.plot)
+    print(report(writer.env, writer.rows))
+    return 0 if all(within for *_, within in judged(writer.rows, args.slack)) else 1
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python benchmarks/plot.py results/scale_layout.jsonl [--out FILE.png] [--table]
 
-The rows of a file say what they are (``kind``); ``bench_<kind>.py`` beside this file has the functions that show them:
-``plot(env, rows, path)`` and ``report(env, rows)``.
+The rows of a file say what they are (``kind``); ``bench_<kind>.py`` or ``<kind>.py`` beside this file has the functions
+that show them: ``plot(env, rows, path)`` and ``report(env, rows)``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def main() -> None:
         env, rows = read_rows(path)
         if not rows:
             raise SystemExit(f"{path} has no rows")
-        bench = importlib.import_module(f"bench_{rows[0]['kind']}")
+        kind = rows[0]["kind"]
+        beside = Path(__file__).with_name(f"bench_{kind}.py")
+        bench = importlib.import_module(beside.stem if beside.is_file() else kind)
         if args.table:
             print(bench.report(env, rows))
             continue

@@ -113,6 +113,7 @@ def check_gemm(device: torch.device) -> str | None:
 
 def _version(package: str) -> str:
     try:
-        return metadata.version(package)
+        # torch says with which CUDA it was built, its metadata need not.
+        return torch.__version__ if package == "torch" else metadata.version(package)
     except metadata.PackageNotFoundError:
         return "-"
