@@ -34,7 +34,7 @@ from ._offline import Case
 from ._pdl import dependent_launch, early
 
 # A first version (three launches: chunks of 512 slots, one scanning program, one-hot tiles scanned slot by slot) took
-# 95 us for 131072 slots of 128 experts and 24 us of 32 on an H200 (2026-11-30): its chains of dependent tiles.
+# 95 us for 131072 slots of 128 experts and 24 us of 32 on an H200 (2026-11-30): chains of dependent tiles (reasoned).
 ONE_LAUNCH = 8192  # slots that every program counts itself
 CHUNKS = 64  # counting programs, at most
 SPAN = 128  # slots that a program places: SPAN comparisons per slot
