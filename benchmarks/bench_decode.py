@@ -159,8 +159,11 @@ def report(env: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         label = f"1 of {round(1 / tokens)}" if tokens < 1 else str(int(tokens))
         wanted = "" if asked is None else f"{asked[0]}x" + (f", {asked[1]} TB/s" if asked[1] else "")
         table.append([", ".join(map(str, shape)), label, *times, f"{r['speedup']:.2f}x", wanted, r["tb_per_s"]])
-    parts.append(markdown(columns, table))
+    parts += ["### All", markdown(columns, table)]
     parts += [_crossover(found, shape) for shape in dict.fromkeys(key[0] for key in found)]
+    asked_for = [[line[i] for i in (0, 1, 2, 3, -3, -2, -1)] for line in table if line[-2]]
+    short = [columns[i] for i in (0, 1, 2, 3, -3, -2, -1)]
+    parts += ["### Summary: where a speed was asked for", markdown(short, asked_for)] if asked_for else []
     return "\n\n".join(p for p in parts if p)
 
 

@@ -409,7 +409,24 @@ def report(env: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     parts += ["### Whole calls, casts included", markdown(columns, table)]
     errors = [r for r in rows if "error" in r and r.get("what") != "check"]
     parts += [f"not measured: {r['shape']} {r['what']} {r['version']}: {r['error']}" for r in errors]
+    parts += ["### Summary: MXFP8 over torch bf16", _summary(rows, names, size)]
     return "\n\n".join(parts)
+
+
+def _summary(rows: list[dict[str, Any]], names: list[str], size: dict[str, str]) -> str:
+    """One line per shape: time of MXFP8 over bf16's, what the bf16 GEMM gains, and torchao's emulated path."""
+    columns = ["shape", "M, N, K, G", "forward", "goal", "forward + backward", "goal", "with bf16 wgrad"]
+    columns += ["our bf16 GEMM alone", "torchao eager", "torchao compiled"]
+    table = []
+    for name in names:
+        forward, step = (_rows(rows, what, name) for what in ("forward", "step"))
+        ours = step.get("mxmoe mxfp8", {})
+        line: list[Any] = [name, size[name], *(forward.get("mxmoe mxfp8", {}).get(c) for c in ("x_bf16", "goal"))]
+        line += [ours.get("x_bf16"), ours.get("goal"), step.get("mxmoe mxfp8, wgrad bf16", {}).get("x_bf16")]
+        line.append(step.get("mxmoe bf16", {}).get("x_bf16"))
+        line += [step.get(f"torchao emulated, {how}", {}).get("x_bf16") for how in ("eager", "compiled")]
+        table.append(line)
+    return markdown(columns, table)
 
 
 def plot(env: dict[str, Any], rows: list[dict[str, Any]], path: str) -> None:

@@ -289,11 +289,27 @@ def report(env: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         notes = [f"{r['version']} {r['op']}: {r['error']}" for r in group if "error" in r]
         notes += [f"{r['version']} {r['op']}: bytes differ from ours" for r in group if r.get("same_bytes") is False]
         parts += ["; ".join(notes)] if notes else []
+    parts += ["### Summary: share of a copy", _summary(by_shape)]
     seed = _seed_table(by_shape)
     if seed:
         parts += ["### Cast of an M x K bf16 matrix to MXFP8 across dim 0 and dim 1", seed]
     parts += dict.fromkeys(r["note"] for r in rows if r.get("note"))
     return "\n\n".join(parts)
+
+
+def _summary(by_shape: dict[tuple[int, ...], list[dict[str, Any]]]) -> str:
+    """Ops against inputs, without groups: share of a copy; the same of torch.compile and torchao where they ran."""
+    shapes = [s for s in by_shape if target("rowwise", s) is not None]
+    columns = ["op", *(" x ".join(map(str, s)) for s in shapes), "torch.compile", "torchao"]
+    found = {(s, r["op"], r["version"]): r for s in shapes for r in by_shape[s] if not r["groups"] and "us" in r}
+    table = []
+    for op in dict.fromkeys(op for _, op, version in found if version == "mxmoe"):
+        line: list[Any] = [op, *(found.get((s, op, "mxmoe"), {}).get("share") for s in shapes)]
+        for rival in ("torch.compile", "torchao"):
+            mine, theirs = found.get((shapes[0], op, "mxmoe"), {}), found.get((shapes[0], op, rival), {})
+            line.append(mine["share"] * mine["us"] / theirs["us"] if mine and theirs else None)
+        table.append(line)
+    return markdown(columns, table)
 
 
 def _seed_table(by_shape: dict[tuple[int, ...], list[dict[str, Any]]]) -> str:
