@@ -33,10 +33,10 @@ from ..shapes import cdiv
 from ._offline import Case
 from ._pdl import dependent_launch, early
 
-# H200, 2026-12-01, us, 16384 x 8 slots of 128 | 32 experts, 1024 x 8, 64 x 8 of 128: 17.3 | 14.0, 6.1, 3.1. At 16384 x 8:
-# TILE 4096 22.0 | 14.0, 2048 29.9 | 14.0; SPAN 256 with TILE 4096 19.0 | 14.1, 64 37.3 | 21.6; eight warps 32.4. At
-# 1024 x 8: one launch 11.1. The version before (three launches: chunks of 512 slots, one scanning program, one-hot
-# tiles scanned slot by slot) took 95 | 24 at 16384 x 8.
+# H200, 2026-12-01, us: 16384 x 8 slots of 128 | 32 experts 17.3 | 14.0, 1024 x 8 of 128 6.1, 64 x 8 of 128 3.1. At
+# 16384 x 8: TILE 4096 22.0 | 14.0, 2048 29.9 | 14.0; SPAN 256 with TILE 4096 19.0 | 14.1, 64 37.3 | 21.6; eight warps
+# 32.4. At 1024 x 8: one launch 11.1. The version before (three launches: chunks of 512 slots, one scanning program,
+# one-hot tiles scanned slot by slot) took 95 | 24 at 16384 x 8.
 ONE_LAUNCH = 2048  # slots that every program counts itself
 CHUNKS = 64  # counting programs, at most
 SPAN = 128  # slots that a program places: SPAN comparisons per slot
