@@ -211,11 +211,11 @@ def value_dtype(value: torch.dtype, name: str) -> torch.dtype:
     return value
 
 
-def bias(value: object, groups: int, n: int, device: torch.device) -> Tensor:
+def bias(value: object, groups: int, n: int, device: torch.device, name: str = "bias") -> Tensor:
     """``(G, N)`` bias, one row per group."""
-    b = tensor(value, "bias")
+    b = tensor(value, name)
     if tuple(b.shape) != (groups, n):
-        raise ValueError(f"bias must have shape (G, N) = ({groups}, {n}): one row per group; got {tuple(b.shape)}")
+        raise ValueError(f"{name} must have shape (G, N) = ({groups}, {n}): one row per group; got {tuple(b.shape)}")
     if b.device != device:
-        raise ValueError(f"bias is on {b.device}, the operands are on {device}")
+        raise ValueError(f"{name} is on {b.device}, the operands are on {device}")
     return b

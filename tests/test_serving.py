@@ -200,6 +200,40 @@ def test_layer_with_ids_of_other_ranks(tokens):
     assert not forward(nothing, None).any()
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_operands_that_do_not_belong_together(fused):
+    """Kernels would read beyond the tokens, the routing weights or the bias; ``(2I,)`` was added in part on a CPU."""
+    up, down = serving_weights()
+    x, ids = cases.scaled_randn(5, 64), torch.zeros(5, 2, dtype=torch.int64, device=DEVICE)
+    arguments = {"x": x, "top_k_index": ids, "top_k_weights": torch.rand(5, 2, device=DEVICE)}
+
+    def swiglu(h):
+        gate, value = h.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * value
+
+    def forward(num_experts=4, **changes):
+        return mx_experts_forward(
+            **{"up": up, "down": down, "recipe": MXRecipe(activations="bf16"), **arguments, **changes},
+            num_experts=num_experts,
+            activate=None if fused else swiglu,
+        )
+
+    assert forward().shape == x.shape
+    for error, message, changes in (
+        (ValueError, r"top_k_index must be \(T, k\) with T = 5", {"top_k_index": ids.new_zeros(6, 2)}),
+        (ValueError, r"top_k_index must be \(T, k\) with T = 5", {"top_k_index": ids[:, 0]}),
+        (TypeError, "top_k_index must be int64 or int32", {"top_k_index": ids.float()}),
+        (ValueError, r"top_k_weights must be \(T, k\) = \(5, 2\)", {"top_k_weights": torch.rand(5, 1, device=DEVICE)}),
+        (TypeError, "x must be bfloat16", {"x": x.double()}),
+        (ValueError, r"x must be 2-D", {"x": x[None]}),
+        (ValueError, "up holds 4 experts, num_experts is 3", {"num_experts": 3}),
+        (ValueError, r"up_bias must have shape \(G, N\) = \(4, ", {"up_bias": torch.zeros(up.qdata.shape[1])}),
+        (ValueError, r"down_bias must have shape \(G, N\) = \(4, ", {"down_bias": torch.zeros(1, 64)}),
+    ):
+        with pytest.raises(error, match=message):
+            forward(**changes)
+
+
 def test_compiles_in_one_graph():
     up, down = serving_weights()
     recipe = MXRecipe(activations="bf16")

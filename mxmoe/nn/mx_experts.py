@@ -13,6 +13,7 @@ from torch import Tensor
 
 import mxmoe
 
+from .. import checks
 from ..formats import BLOCK
 from ..ops.decode import pack_weight
 from ..ops.quantize import plain_scale
@@ -89,9 +90,16 @@ def mx_experts_forward(
 
     Args: ``activate`` maps ``(M, 2I)`` or ``(M, I)`` to ``(M, I)``; None: SwiGLU of gate rows followed by up rows,
     fused with the up projection.
-    Returns: ``(T, H)``, dtype of ``x``. Sync: none. Empty: T = 0 gives ``(0, H)``.
-    Gradient: to ``x`` and ``top_k_weights``, through the rounded weights.
+    Returns: ``(T, H)``, dtype of ``x``. Raises: ``TypeError``, ``ValueError`` for operands that do not fit.
+    Sync: none. Empty: T = 0 gives ``(0, H)``. Gradient: to ``x`` and ``top_k_weights``, through the rounded weights.
     """
+    checks.tensor(x, "x", dims=(2,))
+    checks.top_k(top_k_index, top_k_weights, x.shape[0], x.device)
+    for name, w, b in (("up", up, up_bias), ("down", down, down_bias)):
+        if w.qdata.shape[0] != num_experts:
+            raise ValueError(f"{name} holds {w.qdata.shape[0]} experts, num_experts is {num_experts}")
+        if b is not None:
+            checks.bias(b, num_experts, w.qdata.shape[1], x.device, f"{name}_bias")
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, top_k_weights))
     if activate is None and up_bias is None and down_bias is None and not needs_grad:
         out: Tensor = torch.ops.mxmoe.mx_experts(

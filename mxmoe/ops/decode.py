@@ -212,6 +212,8 @@ def _m_groups(
     check_weight(w, w_scale, x.shape[1], x, "w")
     m, (g, n, k) = x.shape[0], w.shape
     offs = checks.offs(offs, "offs", x.device, g)
+    if bias is not None:
+        checks.bias(bias, g, n, x.device)
     facts = check_facts(packed, top, w, "w")
     # Without facts the other op looks them up, above the limit that goes without.
     if x.is_cuda and not decodes(x.device, r, m, g, facts is not None):
@@ -287,6 +289,7 @@ def _experts(
 
     r = MXRecipe.from_key(recipe)
     check_rows(x, None, "x")
+    checks.top_k(top_k_index, top_k_weights, x.shape[0], x.device)
     check_weight(up, up_scale, x.shape[1], x, "up")
     g, two_i, h = up.shape
     if two_i % 2:
