@@ -217,6 +217,59 @@ def test_swiglu_backward_gives_what_is_wanted():
                 assert_bitwise(a, b)
 
 
+WORDS = {
+    "one": swiglu_quantize.Words("one", row_block=16, span=16),
+    "side": swiglu_quantize.Words("side", rows=8, row_block=32, col_block=16),
+    "two": swiglu_quantize.Words("two", rows=16, row_block=64, col_block=32, own=True),
+}
+
+
+@pytest.mark.parametrize(
+    "form, name, intermediate, mode, dtypes",
+    [
+        ("one", "few", 64, "rceil", (E4M3, E4M3, E4M3)),
+        ("side", "few", 96, "rceil", (E4M3, E4M3, E4M3)),
+        ("two", "few", 32, "floor", (E5M2, None, E4M3)),
+        ("one", "elsewhere", 32, "even", (None, E5M2, None)),
+        ("side", "no_tokens", 32, "rceil", (E4M3, E4M3, E4M3)),
+    ],
+)
+def test_swiglu_backward_in_words(form, name, intermediate, mode, dtypes):
+    """However the work is cut into programs: the bits of the plain kernel, and the same sums for any ``want``."""
+    gate_up, grad, weights, order, offs = activations(name, intermediate)
+    args = (gate_up, grad, weights, order, offs, *dtypes, mode, BF16)
+    expected = swiglu_quantize.swiglu_backward(*args, (True,) * 4, (64, 4))
+    with poisoned():
+        got = swiglu_quantize.swiglu_backward(*args, (True,) * 4, WORDS[form])
+    for what, a, b in zip(("row", "col", "hidden"), got[:3], expected[:3], strict=True):
+        assert_bitwise(a, b, what)
+    assert_sums(got[3], expected[3], "weights")
+    for want in ((True, False, False, True), (False, True, True, False)):
+        part = swiglu_quantize.swiglu_backward(*args, want, WORDS[form])
+        for wanted, a, b in zip(want, part, got, strict=True):
+            if wanted:
+                assert_bitwise(a, b, f"{want}")
+
+
+@pytest.mark.parametrize("elem", [E4M3, E5M2])
+def test_rounding_in_bf16_is_exact(elem):
+    """``_packed``: (24p + y) - 24p in bf16 gives every bf16 value the bits of the way through fp8, for any byte."""
+    steps, normal, largest = (48.0, 2.0**-14, 57344.0) if elem is E5M2 else (24.0, 2.0**-6, 448.0)
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(BF16)
+    for byte in (0, 1, 6, 7, 8, 100, 126, 127, 128, 200, 238):
+        factor, scale = torch.tensor(2.0 ** (127 - byte)), torch.tensor(2.0 ** (byte - 127))
+        inside = x[x.isfinite() & (x.double().abs() * factor.double() <= largest)]
+        expected = ((inside.float() * factor).to(elem).float() * scale).to(BF16)
+        y = (inside.float() * factor).to(BF16)
+        bits = y.view(torch.int16)
+        p = torch.maximum((bits & 0x7F80).view(BF16).double(), torch.tensor(normal, dtype=torch.float64))
+        t = y.double() + steps * p  # exact in fp64; what follows is one rounding to bf16's eight bits
+        ulp = torch.exp2(torch.floor(torch.log2(t)) - 7)
+        rounded = (torch.round(t / ulp) * ulp - steps * p).to(BF16)
+        got = (rounded.view(torch.int16) | (bits & -32768)).view(BF16)
+        assert_bitwise((got.float() * scale).to(BF16), expected, f"byte {byte}")
+
+
 def close(got, expected):
     """fp32 sums in another order: equal to rounding of the largest value (2.3e-5 of 10 on an H200)."""
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())

@@ -21,7 +21,7 @@ Source: ``docs/numerics.md``; PTX ISA, ``max.NaN.xorsign.abs``, ``fma.rn.bf16x2`
 import triton
 import triton.language as tl
 
-from ._moe import _amax_bits, _block_powers, _through_elem
+from ._moe import _block_powers, _through_elem
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
@@ -89,16 +89,20 @@ def word_powers(amax, E5M2: tl.constexpr, THRESH: tl.constexpr):
     Both halves at once: exponent fields never borrow from each other. Adding 0x7F - THRESH/2**16 carries into the
     exponent where the mantissa is above THRESH.
     """
-    EMAX: tl.constexpr = (15 if E5M2 else 8) << 7
+    EMAX: tl.constexpr = ((15 if E5M2 else 8) << 7) * 0x10001
     bits = amax & 0x7FFF7FFF
     power = (bits + ((0x7F - (THRESH >> 16)) * 0x10001)) & 0x7F807F80
-    low = tl.maximum((power & 0xFFFF) - EMAX, 0)
-    high = tl.maximum((power >> 16) - EMAX, 0)
-    scale = low | (high << 16)
+    scale = _max_halves(power, EMAX) - EMAX
     bad = ((bits + 0x00800080) >> 15) & 0x00010001
     factor = (0x7F007F00 - scale) | (bad * 0x7FFF)
-    scale = tl.maximum(low, 0x40) | (tl.maximum(high, 0x40) << 16)  # byte 0 is 2**-127, subnormal
-    return factor, scale
+    return factor, _max_halves(scale, 0x00400040)  # byte 0 is 2**-127, subnormal
+
+
+@triton.jit
+def _max_halves(a, B: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        "max.u16x2 $0, $1, $2;", "=r,r,r", [a, tl.full(a.shape, B, tl.int32)], tl.int32, True, 1
+    )
 
 
 # --- rounding --------------------------------------------------------------------------------------------------------
