@@ -149,6 +149,11 @@ def whole(block: Block, writer: Writer, quick: bool) -> None:
         "grouped_mm bf16": lambda: theirs(block.module, x, block.ids, weights),
         "mxfp8": lambda: moe.experts(x, block.ids, weights, up, down),
     }
+    lean = mxmoe.MXRecipe(save="mxfp8")
+    trained = {
+        **forward,
+        "mxfp8, save mxfp8": lambda: moe.experts(x, block.ids, weights, up, down, recipe=lean),
+    }
     base = {"block": block.name, "tokens": block.tokens, "rival": name}
     timing = {"cold": False, "budget_ms": 4.0 if quick else 12.0, "replays": 7 if quick else 21}
 
@@ -195,11 +200,12 @@ def whole(block: Block, writer: Writer, quick: bool) -> None:
             add("forward", f"mxfp8 weights{label}", fn, db=round(sqnr(fn(), out), 1))
         del packed, fn
     if block.tokens >= 1024:
-        for version, fn in forward.items():
+        for version, fn in trained.items():
             add("fwd+bwd", version, lambda f=fn: block.step(f), quality=quality if version == "mxfp8" else None)
-        for version, fn in forward.items():
+        for version, fn in trained.items():
             peak = peak_bytes(lambda f=fn: block.step(f))
-            writer.row(**base, mode="peak memory", version=version, bytes=peak)
+            reference.setdefault("peak memory", peak)  # the first one: grouped_mm's
+            writer.row(**base, mode="peak memory", version=version, bytes=peak, ratio=peak / reference["peak memory"])
 
 
 def stages(block: Block, writer: Writer, quick: bool, rate: float, tflops: float) -> None:
@@ -288,7 +294,7 @@ def report(env: dict[str, Any], rows: list[dict[str, Any]]) -> str:
             speed = f"{r['bytes'] / us / 1e6:.2f} TB/s" if r["bytes"] else f"{r['flop'] / us / 1e6:.0f} TFLOP/s"
             parts.append([*at, r["part"], r["stage"], us, speed])
         elif r["mode"] == "peak memory":
-            layers.append([*at, "peak GB", r["version"], r["bytes"] / 1e9, None, None])
+            layers.append([*at, "peak GB", r["version"], r["bytes"] / 1e9, r.get("ratio"), None])
         else:
             layers.append([*at, r["mode"], r["version"], r.get("us", 0) / 1e3 or None, r.get("ratio"), r.get("db")])
     columns = ["block", "tokens", "mode", "version", "ms", "x grouped_mm", "dB"]

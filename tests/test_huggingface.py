@@ -283,3 +283,82 @@ def test_seam_is_one_function(monkeypatch):
         torch.randn(4, 64, device=DEVICE), torch.randint(0, 6, (4, 2), device=DEVICE), torch.rand(4, 2, device=DEVICE)
     )
     assert [tuple(s) for s in calls] == [(6, 64, 128), (6, 64, 64)]
+
+
+# --- CUDA graphs -----------------------------------------------------------------------------------------------------
+def converted_block(dtype=torch.bfloat16):
+    """The MoE block of a converted qwen3_moe, router included, and what it gives for some tokens."""
+    model = tiny("qwen3_moe").to(DEVICE, dtype)
+    report = mxmoe.convert(model)
+    block = model.get_submodule(report.names[0].removesuffix(".experts"))
+
+    def step(x, grad, backward=True):
+        out = block(x)
+        out = out[0] if isinstance(out, tuple) else out
+        return [out, *(torch.autograd.grad(out, [x, *block.parameters()], grad) if backward else ())]
+
+    return block, step
+
+
+def block_tokens(seed, dtype=torch.bfloat16):
+    """Tokens and a gradient, ``(1, 24, 64)``."""
+    gen = torch.Generator().manual_seed(seed)
+    x, grad = (torch.randn(1, 24, 64, generator=gen).to(DEVICE, dtype) for _ in range(2))
+    return x.requires_grad_(), grad
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backward", [False, True])
+def test_cuda_graph_of_a_block(backward):
+    """Captured once, replayed with tokens that are routed otherwise: the bits of eager."""
+    block, step = converted_block()
+    x, grad = block_tokens(0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.set_grad_enabled(backward):
+        for _ in range(2):
+            step(x, grad, backward)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.set_grad_enabled(backward):
+        captured = step(x, grad, backward)
+    routings = set()
+    for seed in (1, 2, 0):
+        new_x, new_grad = block_tokens(seed)
+        with torch.no_grad():
+            x.copy_(new_x)
+            grad.copy_(new_grad)
+            routings.add(tuple(block.gate(new_x.view(-1, 64))[-1].flatten().tolist()))
+        graph.replay()
+        with torch.set_grad_enabled(backward):
+            expected = step(new_x, new_grad, backward)
+        for i, (got, want) in enumerate(zip(captured, expected, strict=True)):
+            assert torch.equal(got, want), (seed, i)
+    assert len(routings) == 3
+
+
+@pytest.mark.gpu
+def test_block_does_not_sync():
+    _, step = converted_block()
+    x, grad = block_tokens(0)
+    step(x, grad)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(x, grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_block_with_a_router():
+    """What the graph tests capture, without a GPU: every parameter of the block has a gradient."""
+    block, step = converted_block(torch.float32)
+    x, grad = block_tokens(0, torch.float32)
+    found = step(x, grad)
+    names = ["out", "x", *(name for name, _ in block.named_parameters())]
+    assert "gate.weight" in names
+    for name, t in zip(names, found, strict=True):
+        assert t.isfinite().all(), name
+        assert t.abs().sum() > 0, name
+    ids = {tuple(block.gate(block_tokens(s, torch.float32)[0].view(-1, 64))[-1].flatten().tolist()) for s in (0, 1)}
+    assert len(ids) == 2
