@@ -320,11 +320,11 @@ def group_blocks(
 ):
     """The four blocks of 32 rows of tile ``t`` of the result, in which every group is padded to 32 rows.
 
-    Returns ``(row, down, live, owed, place, used_tiles)``: first source row of the first block; source rows from there
-    to the first rows of the other three; source rows of each block; source rows of each that are owed a rowwise result
-    (the same, but behind the last group, where the blocks walk the rows of no group, none of them is live); where the
-    blocked scales go, see ``_block_place``; 128-row tiles of all groups. A tile may hold parts of several groups. Safe
-    for any content of offs.
+    Returns ``(row, down, live, owed, search)``: first source row of the first block; source rows from there to the
+    first rows of the other three; source rows of each block; source rows of each that are owed a rowwise result (the
+    same, but behind the last group, where the blocks walk the rows of no group, none of them is live); BLOCKED: what
+    ``block_places`` goes on with, once the loads of the tile are under way. A tile may hold parts of several groups.
+    Safe for any content of offs.
     """
     LG: gl.constexpr = groups_layout(G_POW2, W)
     g = gl.arange(0, G_POW2, layout=LG)
@@ -343,66 +343,75 @@ def group_blocks(
     used = gl.max(end, 0)
     padded_used = gl.max(padded_end, 0)
     p = t * 128
-    row0, live0, owed0 = _block_rows(p, padded_end, shift, end, used, padded_used, M)
-    row1, live1, owed1 = _block_rows(p + 32, padded_end, shift, end, used, padded_used, M)
-    row2, live2, owed2 = _block_rows(p + 64, padded_end, shift, end, used, padded_used, M)
-    row3, live3, owed3 = _block_rows(p + 96, padded_end, shift, end, used, padded_used, M)
+    row0, left0, owed0 = _block_rows(p, padded_end, shift, end, used, padded_used, M)
+    row1, left1, owed1 = _block_rows(p + 32, padded_end, shift, end, used, padded_used, M)
+    row2, left2, owed2 = _block_rows(p + 64, padded_end, shift, end, used, padded_used, M)
+    row3, left3, owed3 = _block_rows(p + 96, padded_end, shift, end, used, padded_used, M)
     down = (row1 - row0, row2 - row0, row3 - row0)
-    live = (live0, live1, live2, live3)
+    live = (gl.minimum(left0, 32), gl.minimum(left1, 32), gl.minimum(left2, 32), gl.minimum(left3, 32))
     owed = (owed0, owed1, owed2, owed3)
     if BLOCKED:
-        tiles = (size + 127) // 128
-        tile_end = gl.associative_scan(tiles, 0, _add)
-        tile_start = tile_end - tiles
-        first0, tiles0, index0, extra0 = _block_place(p, padded_start, padded_end, tile_start, tile_end, padded_used)
-        first1, tiles1, index1, extra1 = _block_place(
-            p + 32, padded_start, padded_end, tile_start, tile_end, padded_used
-        )
-        first2, tiles2, index2, extra2 = _block_place(
-            p + 64, padded_start, padded_end, tile_start, tile_end, padded_used
-        )
-        first3, tiles3, index3, extra3 = _block_place(
-            p + 96, padded_start, padded_end, tile_start, tile_end, padded_used
-        )
-        place = (
-            (first0, first1, first2, first3),
-            (tiles0, tiles1, tiles2, tiles3),
-            (index0, index1, index2, index3),
-            (extra0, extra1, extra2, extra3),
-        )
-        return row0, down, live, owed, place, gl.max(tile_end, 0)
+        return row0, down, live, owed, (padded_end, padded_start, (size + 127) // 128, left0, left1, left2, left3)
     else:
-        return row0, down, live, owed, 0, 0
+        return row0, down, live, owed, 0
 
 
 @gluon.jit
 def _block_rows(p, padded_end, shift, end, used, padded_used, M):
-    """Row ``p`` of the result: its source row, live rows and owed rows from there, at most 32.
+    """Row ``p`` of the result: its source row, rows of its group from there (0: none), owed rows, at most 32.
 
     Everything that a group has rises or falls with the group: the first one that ends behind ``p`` has the extreme.
     """
     behind = padded_end > p
     row = p + gl.max(gl.where(behind, shift, -(2**31)), 0)
-    live = gl.minimum(gl.min(gl.where(behind, end, M), 0) - row, 32)
+    left = gl.min(gl.where(behind, end, M), 0) - row
     tail = p >= padded_used
     row = gl.where(tail, gl.minimum(used + (p - padded_used), M), row)
-    return row, gl.where(tail, 0, live), gl.where(tail, gl.minimum(M - row, 32), live)
+    return row, gl.where(tail, 0, left), gl.minimum(gl.where(tail, M - row, left), 32)
 
 
 @gluon.jit
-def _block_place(p, padded_start, padded_end, tile_start, tile_end, padded_used):
+def block_places(t, search):
+    """Where the blocked scales of the four blocks go, ``(first, tiles, index, extra)`` of four each, and how many
+    128-row tiles all groups have. ``search``: of ``group_blocks``. See ``_block_place``."""
+    padded_end, padded_start, tiles, left0, left1, left2, left3 = search
+    tile_end = gl.associative_scan(tiles, 0, _add)
+    tile_start = tile_end - tiles
+    p = t * 128
+    first0, tiles0, index0, extra0 = _block_place(p, padded_start, padded_end, tile_start, left0)
+    first1, tiles1, index1, extra1 = _block_place(p + 32, padded_start, padded_end, tile_start, left1)
+    first2, tiles2, index2, extra2 = _block_place(p + 64, padded_start, padded_end, tile_start, left2)
+    first3, tiles3, index3, extra3 = _block_place(p + 96, padded_start, padded_end, tile_start, left3)
+    place = (
+        (first0, first1, first2, first3),
+        (tiles0, tiles1, tiles2, tiles3),
+        (index0, index1, index2, index3),
+        (extra0, extra1, extra2, extra3),
+    )
+    return place, gl.max(tile_end, 0)
+
+
+@gluon.jit
+def places(t, search, PLACED: gl.constexpr):
+    """``block_places`` if PLACED."""
+    if PLACED:
+        return block_places(t, search)
+    else:
+        return 0, 0
+
+
+@gluon.jit
+def _block_place(p, padded_start, padded_end, tile_start, left):
     """Row ``p`` of the result: first 128-row tile and tiles of its group; block inside the group, -1 behind the last
     group; blocks that its tile lacks after it, if it is the last of its group."""
     behind = padded_end > p
     big: gl.constexpr = 2**31 - 1
     first = gl.min(gl.where(behind, tile_start, big), 0)
-    tiles = gl.min(gl.where(behind, tile_end, big), 0) - first
-    start = gl.min(gl.where(behind, padded_start, big), 0)
-    end = gl.min(gl.where(behind, padded_end, big), 0)
-    index = (p - start) // 32
-    live = p < padded_used
-    extra = gl.where(live & (end - p <= 32), 3 - index % 4, 0)
-    return gl.where(live, first, 0), tiles, gl.where(live, index, -1), extra
+    inside = p - gl.min(gl.where(behind, padded_start, big), 0)
+    live = left > 0
+    index = inside // 32
+    extra = gl.where(live & (left <= 32), 3 - index % 4, 0)
+    return gl.where(live, first, 0), (inside + left + 127) // 128, gl.where(live, index, -1), extra
 
 
 @gluon.jit
@@ -411,7 +420,7 @@ def all_equal(v, value):
 
 
 @gluon.jit
-def _of_block(b, v0, v1, v2, v3):
+def of_block(b, v0, v1, v2, v3):
     return gl.where(b < 2, gl.where(b == 0, v0, v1), gl.where(b == 2, v2, v3))
 
 
@@ -424,8 +433,8 @@ def source_rows(r4, down, counts, GROUPED: gl.constexpr):
     if GROUPED:
         b = r4 // 8
         inside = r4 % 8 * 4
-        row = _of_block(b, 0, down[0], down[1], down[2]) + inside
-        return row, _of_block(b, counts[0], counts[1], counts[2], counts[3]) - inside
+        row = of_block(b, 0, down[0], down[1], down[2]) + inside
+        return row, of_block(b, counts[0], counts[1], counts[2], counts[3]) - inside
     else:
         return r4 * 4, counts - r4 * 4
 
@@ -501,25 +510,19 @@ def _store_col_scales(
         sf = (kk % 32) * 16 + (kk % 128) // 32 * 4
         keep_s = k < sf_row_tiles * 128 - col
         if GROUPED:
-            first, tiles, index, extra = place
+            first, tiles, index, _ = place
             base0 = _col_scale_base(first[0], tiles[0], index[0], sf_row_tiles, col)
             base1 = _col_scale_base(first[1], tiles[1], index[1], sf_row_tiles, col)
             base2 = _col_scale_base(first[2], tiles[2], index[2], sf_row_tiles, col)
             base3 = _col_scale_base(first[3], tiles[3], index[3], sf_row_tiles, col)
-            sf += (kk // 128) * (_of_block(b, tiles[0], tiles[1], tiles[2], tiles[3]) * 512)
-            at_s = s_ptr + (_of_block(b, base0, base1, base2, base3) + sf)
-            keep_s = keep_s & (_of_block(b, index[0], index[1], index[2], index[3]) >= 0)
+            sf += (kk // 128) * (of_block(b, tiles[0], tiles[1], tiles[2], tiles[3]) * 512)
+            at_s = s_ptr + (of_block(b, base0, base1, base2, base3) + sf)
+            keep_s = keep_s & (of_block(b, index[0], index[1], index[2], index[3]) >= 0)
         else:
             at_s = s_ptr + ((col // 128).to(gl.int64) * (sf_slots * 512) + ((kk // 128) * (sf_slots * 512) + sf + b))
         if MASKED:
             gl.store(at_s, low, mask=keep_s)
             gl.store(at_s + 16, high, mask=keep_s)
-            if GROUPED:
-                lacks = _of_block(b, extra[0], extra[1], extra[2], extra[3])
-                zero = gl.zeros_like(low)
-                for i in gl.static_range(1, 4):
-                    gl.store(at_s + i, zero, mask=keep_s & (lacks >= i))
-                    gl.store(at_s + 16 + i, zero, mask=keep_s & (lacks >= i))
         else:
             gl.store(at_s, low)
             gl.store(at_s + 16, high)
@@ -532,6 +535,41 @@ def _store_col_scales(
         else:
             gl.store(at_s, low)
             gl.store(at_s + scale_ld, high)
+
+
+@gluon.jit
+def zero_missing_cols(s_ptr, place, sf_row_tiles, col, BK: gl.constexpr, W: gl.constexpr):
+    """Zero the scale bytes of blocks that the last 128 rows of a group lack: BK columns of a K-group layout."""
+    k = gl.arange(0, BK, layout=gl.BlockedLayout([1], [32], [W], [0]))
+    kk = k + col % 128
+    sf = (kk % 32) * 16 + (kk % 128) // 32 * 4
+    zero = gl.zeros_like(k).to(gl.uint8)
+    first, tiles, index, extra = place
+    for b in gl.static_range(4):
+        if extra[b] > 0:
+            at = s_ptr + (_col_scale_base(first[b], tiles[b], index[b], sf_row_tiles, col) + sf)
+            at += (kk // 128) * (tiles[b] * 512)
+            for i in gl.static_range(1, 4):
+                gl.store(at + i, zero, mask=(k < sf_row_tiles * 128 - col) & (i <= extra[b]))
+
+
+@gluon.jit
+def zero_missing_rows(s_ptr, place, sf_row_tiles, col, NKB: gl.constexpr, W: gl.constexpr):
+    """Zero the scale bytes of rows that the last 128 rows of a group lack: NKB blocks of an M-group layout."""
+    L: gl.constexpr = gl.BlockedLayout([1, NKB], [32, 1], [W, 1], [1, 0])
+    at_row = gl.arange(0, 128, layout=gl.SliceLayout(1, L))[:, None]
+    kb = gl.arange(0, NKB, layout=gl.SliceLayout(0, L))[None, :]
+    kk = kb
+    if NKB % 4 != 0:  # see _store_row_scales
+        kk = kb + col // 32 % 4
+    i = at_row // 32
+    sf = at_row % 32 * 16 + i * 4 + (kk // 4 * 512 + kk % 4)
+    zero = gl.zeros_like(sf).to(gl.uint8)
+    first, _, index, extra = place
+    for b in gl.static_range(4):
+        if extra[b] > 0:
+            at = s_ptr + (_row_scale_base(first[b], index[b], sf_row_tiles, col) + sf)
+            gl.store(at, zero, mask=(kb < sf_row_tiles * 4 - col // 32) & (i > 0) & (i <= extra[b]))
 
 
 @gluon.jit
@@ -691,14 +729,14 @@ def _store_row_scales(
         keep_s = kb < sf_row_tiles * 4 - col // 32
         sf = kk // 4 * 512 + kk % 4
         if GROUPED:
-            first, _, index, extra = place
+            first, _, index, _ = place
             b = r4s // 8
             base0 = _row_scale_base(first[0], index[0], sf_row_tiles, col)
             base1 = _row_scale_base(first[1], index[1], sf_row_tiles, col)
             base2 = _row_scale_base(first[2], index[2], sf_row_tiles, col)
             base3 = _row_scale_base(first[3], index[3], sf_row_tiles, col)
-            at_s = s_ptr + (_of_block(b, base0, base1, base2, base3) + (r4s % 8 * 64 + sf))
-            keep_s = keep_s & (_of_block(b, index[0], index[1], index[2], index[3]) >= 0)
+            at_s = s_ptr + (of_block(b, base0, base1, base2, base3) + (r4s % 8 * 64 + sf))
+            keep_s = keep_s & (of_block(b, index[0], index[1], index[2], index[3]) >= 0)
         else:
             at_s = s_ptr + (col // 128 * 512 + (r4s % 8 * 64 + r4s // 8 * 4 + sf))
         for i in gl.static_range(4):
@@ -707,12 +745,6 @@ def _store_row_scales(
                 gl.store(at_s + 16 * i, part, mask=keep_s)
             else:
                 gl.store(at_s + 16 * i, part)
-        if MASKED and GROUPED:
-            lacks = _of_block(b, extra[0], extra[1], extra[2], extra[3])
-            zero = gl.zeros_like(word).to(gl.uint8)
-            for i in gl.static_range(1, 4):
-                for j in gl.static_range(4):
-                    gl.store(at_s + (16 * j + 4 * i), zero, mask=keep_s & (lacks >= i))
     else:
         at_s = s_ptr + (r * scale_ld + kb)
         for i in gl.static_range(4):

@@ -24,8 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import shapes
+from .. import device, shapes
 from ..formats import BLOCK
+from . import gluon_dequantize
 from ._blocks import aligned, batch_grid, batch_index, block_rows
 from ._e8m0 import elem_value, hardware_cast, scale_value
 from .fake_quantize import row_major_output
@@ -179,7 +180,28 @@ def dequantize(
     """Launch. Arguments are already checked by ``mxmoe.ops``; see there for the contract.
 
     Where groups were padded follows from ``source_offs`` alone. ``row_stride`` as for ``fake_quantize``.
+    Column-major colwise values go to the Gluon form on sm_90 and later, where sizes allow: it gives the same bytes.
     """
+    source = source_offs if block == "colwise" else None
+    if gluon_dequantize.supported(
+        qdata, scale, block, source, rows, out_dtype, row_stride, device.capability(qdata.device)
+    ):
+        return gluon_dequantize.dequantize(qdata, scale, source, rows, out_dtype, row_stride)
+    return dequantize_triton(qdata, scale, block, offs, source_offs, rows, out_dtype, row_stride=row_stride)
+
+
+def dequantize_triton(
+    qdata: Tensor,
+    scale: Tensor,
+    block: str,
+    offs: Tensor | None,
+    source_offs: Tensor | None,
+    rows: int,
+    out_dtype: torch.dtype,
+    *,
+    row_stride: int | None = None,
+) -> Tensor:
+    """The kernels of this file: any input, any chip, the interpreter."""
     *lead, mp, k = qdata.shape
     grouped = block == "colwise" and source_offs is not None
     m = rows if grouped else mp

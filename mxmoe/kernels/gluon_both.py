@@ -34,6 +34,7 @@ from mxmoe.kernels.blocked_experts import from_blocked
 # 128 registers: four programs on an SM at once, nothing spilled. Bands over all columns keep the rowwise scale bytes
 # of a row together: 3 % faster than bands of 8 tiles, 15 % than bands of 4 (sectors of 32 bytes go to memory in parts).
 CONFIG = Config(LR=4, WR=2, CBAND=65536, maxnreg=128)
+CONFIG_ROWS = Config(LR=4, WR=2, CBAND=65536, maxnreg=96)  # the rowwise half alone
 
 PLAIN_BY_WAY_OF_BLOCKED = 1 << 24
 """Elements of a matrix from which plain scales are written blocked first and put in order by a second launch.
@@ -45,10 +46,10 @@ walking eight tiles to store whole sectors gave 1141. Scales are a 32nd of the d
 @gluon.jit
 def _tile(
     qr_ptr, sr_ptr, q_ptr, s_ptr, x_ptr, stash_c, stash_r, blocks, t, ct, expert, M, K8, MO, ld8, batch8, scale_ld,
-    scale_k, sf_row_tiles, sf_slots, STASH_C: gl.constexpr, STASH_R: gl.constexpr, GROUPED: gl.constexpr,
-    BLOCKED: gl.constexpr, EMAX: gl.constexpr, THRESH: gl.constexpr, E5M2: gl.constexpr, FP16: gl.constexpr,
-    TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr, LOAD: gl.constexpr,
-    EVICT: gl.constexpr, STORE: gl.constexpr,
+    scale_k, sf_row_tiles, sf_slots, COLS: gl.constexpr, STASH_C: gl.constexpr, STASH_R: gl.constexpr,
+    GROUPED: gl.constexpr, BLOCKED: gl.constexpr, EMAX: gl.constexpr, THRESH: gl.constexpr, E5M2: gl.constexpr,
+    FP16: gl.constexpr, TR: gl.constexpr, TW: gl.constexpr, LR: gl.constexpr, WR: gl.constexpr, W: gl.constexpr,
+    LOAD: gl.constexpr, EVICT: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """One tile of 128 rows. ``blocks``: what ``group_blocks`` says about it, in groups."""
     # 2. Coordinates: source rows, rows of the result, columns.
@@ -56,16 +57,14 @@ def _tile(
     out_row = t * 128
     out_rows = gl.minimum(gl.maximum(MO - out_row, 0), 128)
     if GROUPED:
-        row, down, live, owed, place, _ = blocks
+        row, down, live, owed, search = blocks
         full = _gluon.all_equal(live, 32)
-        if BLOCKED:
-            full = full & _gluon.all_equal(place[3], 0)
     else:
         row = out_row
         down = 0
         live = out_rows
         owed = out_rows
-        place = 0
+        search = 0
         full = True
     col = ct * BK
     cols = K8 * 8 - col
@@ -82,31 +81,45 @@ def _tile(
         s_tile = s_ptr + ((expert * (K8 * 8) + col) * scale_ld + out_row // 32)
         sr_tile = sr_ptr + ((expert * M + row) * scale_k + ct * (BK // 32))
 
-    # 3. and 4. Load (rows and columns outside are 0), quantize, store. Rows first: 122 registers, columns first 174.
+    # 3. and 4. Load (rows and columns outside are 0), quantize, store. The loads are under way while the search for the
+    # places of blocked scales goes on. Rows first: 122 registers, columns first 174.
     if full & (out_rows == 128) & (cols >= BK):
         w0, w1, w2, w3 = _gluon.load_words(
             x_tile, down, live, BK // 2, ld8, False, GROUPED, TR, TW, LR, WR, W, LOAD, EVICT
         )
+        place, used_tiles = _gluon.places(t, search, GROUPED and BLOCKED)
         _gluon.store_rows(
             qr_tile, sr_tile, stash_r, w0, w1, w2, w3, K8, down, owed, col, BK, scale_k, place, sf_row_tiles,
             False, STASH_R, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
         )  # fmt: skip
-        _gluon.store_cols(
-            q_tile, s_tile, stash_c, w0, w1, w2, w3, MO // 16, 8, col, BK, scale_ld, place, sf_row_tiles,
-            sf_slots, False, STASH_C, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
-        )  # fmt: skip
+        if COLS:
+            _gluon.store_cols(
+                q_tile, s_tile, stash_c, w0, w1, w2, w3, MO // 16, 8, col, BK, scale_ld, place, sf_row_tiles,
+                sf_slots, False, STASH_C, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
+            )  # fmt: skip
     else:
         w0, w1, w2, w3 = _gluon.load_words(
             x_tile, down, live, K8 * 4 - col // 2, ld8, True, GROUPED, TR, TW, LR, WR, W, LOAD, EVICT
         )
+        place, used_tiles = _gluon.places(t, search, GROUPED and BLOCKED)
         _gluon.store_rows(
             qr_tile, sr_tile, stash_r, w0, w1, w2, w3, K8, down, owed, col, cols, scale_k, place, sf_row_tiles,
             True, STASH_R, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
         )  # fmt: skip
-        _gluon.store_cols(
-            q_tile, s_tile, stash_c, w0, w1, w2, w3, MO // 16, out_rows // 16, col, cols, scale_ld, place, sf_row_tiles,
-            sf_slots, True, STASH_C, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
-        )  # fmt: skip
+        if COLS:
+            _gluon.store_cols(
+                q_tile, s_tile, stash_c, w0, w1, w2, w3, MO // 16, out_rows // 16, col, cols, scale_ld, place,
+                sf_row_tiles, sf_slots, True, STASH_C, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W,
+                STORE,
+            )  # fmt: skip
+    if GROUPED and BLOCKED:
+        zero_from = used_tiles * sf_row_tiles
+        zero_to = sf_slots * sf_row_tiles
+        _gluon.zero_missing_rows(sr_ptr, place, sf_row_tiles, col, BK // 32, W)
+        _gluon.zero_tiles(sr_ptr, zero_from, zero_to, W)
+        if COLS:
+            _gluon.zero_missing_cols(s_ptr, place, sf_row_tiles, col, BK, W)
+            _gluon.zero_tiles(s_ptr, zero_from, zero_to, W)
 
 
 @gluon.jit(
@@ -134,6 +147,7 @@ def _quantize_both_kernel(
     sf_row_tiles,  # ceil(K / 128): row tiles of the blocked scale
     sf_slots,  # 128-row tiles that the blocked buffer has
     ALIGNED: gl.constexpr,  # scale_ld is a multiple of 4
+    COLS: gl.constexpr,  # False: the rowwise result only
     GROUPED: gl.constexpr,
     G_POW2: gl.constexpr,
     BLOCKED: gl.constexpr,
@@ -185,30 +199,30 @@ def _quantize_both_kernel(
                 mine = 0
             _tile(
                 qr_ptr, sr_ptr, q_ptr, s_ptr, x_ptr, stash.index(i), 0, mine, t + i, ct, expert, M, K8 + zero,
-                MO + zero, ld8 + zero, batch8, scale_ld, scale_k, sf_row_tiles, sf_slots, STASH_C, STASH_R, GROUPED,
-                BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, LOAD, EVICT, STORE,
+                MO + zero, ld8 + zero, batch8, scale_ld, scale_k, sf_row_tiles, sf_slots, COLS, STASH_C, STASH_R,
+                GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, LOAD, EVICT, STORE,
             )  # fmt: skip
         col = ct * BK
         s_tile = s_ptr + ((expert * (K8 * 8) + col) * scale_ld + t * 4)
         _gluon.flush_cols(s_tile, stash, scale_ld - t * 4, K8 * 8 - col, scale_ld, ALIGNED, SR, BK // 2, W)
     else:
         if GROUPED:
-            blocks = _gluon.group_blocks(offs_ptr, padded_ptr, t, G, M, pid == 0, BLOCKED, G_POW2, W)
-            if BLOCKED:
-                _gluon.zero_tiles(s_ptr, blocks[5] * sf_row_tiles, sf_slots * sf_row_tiles, W)
-                _gluon.zero_tiles(sr_ptr, blocks[5] * sf_row_tiles, sf_slots * sf_row_tiles, W)
+            if COLS:
+                blocks = _gluon.group_blocks(offs_ptr, padded_ptr, t, G, M, pid == 0, BLOCKED, G_POW2, W)
+            else:
+                blocks = _gluon.group_blocks(offs_ptr, padded_ptr, t, G, M, False, BLOCKED, G_POW2, W)
         if SC > 1:
             stash = gl.allocate_shared_memory(gl.int32, [SC, 32, BK // 32], shared)
             for j in range(gl.minimum(col_tiles - ct, SC)):
                 zero = _gluon.hidden_zero(j)
                 _tile(
                     qr_ptr, sr_ptr, q_ptr, s_ptr, x_ptr, 0, stash.index(j), blocks, t, ct + j, expert, M, K8 + zero,
-                    MO + zero, ld8 + zero, batch8, scale_ld, scale_k, sf_row_tiles, sf_slots, STASH_C, STASH_R,
+                    MO + zero, ld8 + zero, batch8, scale_ld, scale_k, sf_row_tiles, sf_slots, COLS, STASH_C, STASH_R,
                     GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, LOAD, EVICT, STORE,
                 )  # fmt: skip
             if STASH_R:
                 if GROUPED:
-                    row, down, _, owed, _, _ = blocks
+                    row, down, _, owed, _ = blocks
                 else:
                     row = t * 128
                     down = 0
@@ -219,8 +233,8 @@ def _quantize_both_kernel(
         else:
             _tile(
                 qr_ptr, sr_ptr, q_ptr, s_ptr, x_ptr, 0, 0, blocks, t, ct, expert, M, K8, MO, ld8, batch8, scale_ld,
-                scale_k, sf_row_tiles, sf_slots, STASH_C, STASH_R, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW,
-                LR, WR, W, LOAD, EVICT, STORE,
+                scale_k, sf_row_tiles, sf_slots, COLS, STASH_C, STASH_R, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16,
+                TR, TW, LR, WR, W, LOAD, EVICT, STORE,
             )  # fmt: skip
 
 
@@ -245,6 +259,33 @@ def quantize_both(
         q_row, s_row, q_col, s_col, padded = quantize_both(x, None, True, elem_dtype, scale_mode, config)
         s_row = from_blocked(s_row, m, shapes.cdiv(k, BLOCK))
         return q_row, s_row, q_col, from_blocked(s_col, k, shapes.cdiv(m, BLOCK)).mT, padded
+    return _launch(x, offs, blocked, elem_dtype, scale_mode, config, True)
+
+
+def quantize_rowwise(
+    x: Tensor,
+    offs: Tensor | None,
+    blocked: bool,
+    elem_dtype: torch.dtype,
+    scale_mode: str,
+    config: Config = CONFIG_ROWS,
+) -> tuple[Tensor, Tensor]:
+    """Launch of the rowwise half; for the contract see ``mxmoe.kernels.quantize_rowwise``."""
+    q_row, s_row, *_ = _launch(x, offs, blocked, elem_dtype, scale_mode, config, False)
+    return q_row, s_row
+
+
+def _launch(
+    x: Tensor,
+    offs: Tensor | None,
+    blocked: bool,
+    elem_dtype: torch.dtype,
+    scale_mode: str,
+    config: Config,
+    cols: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``cols`` False: the last three results are empty."""
+    *experts, m, k = x.shape
     if blocked:
         config = config._replace(SR=1)  # blocked scale bytes lie together anyway
     g = 0 if offs is None else offs.numel()
@@ -252,20 +293,23 @@ def quantize_both(
     qr_shape, sr_shape = shapes.rowwise(x.shape)
     qc_shape, sc_shape = shapes.colwise(x.shape) if offs is None else shapes.colwise_groups(m, k, g)
     mo = qc_shape[-2]
-    q_row = x.new_empty(qr_shape, dtype=torch.uint8)
-    q_col = torch.empty_strided(qc_shape, shapes.column_major(qc_shape), dtype=torch.uint8, device=x.device)
+    sc_strides = shapes.column_major(sc_shape)
     if blocked:
-        s_row = x.new_empty(shapes.rowwise_blocked_scale(x.shape, groups), dtype=torch.uint8)
-        s_col = x.new_empty(shapes.colwise_blocked_scale(x.shape, groups), dtype=torch.uint8)
-    else:
-        s_row = x.new_empty(sr_shape, dtype=torch.uint8)
-        s_col = torch.empty_strided(sc_shape, shapes.column_major(sc_shape), dtype=torch.uint8, device=x.device)
-    padded = x.new_empty(g, dtype=torch.int32)
+        sr_shape = shapes.rowwise_blocked_scale(x.shape, groups)
+        sc_shape = shapes.colwise_blocked_scale(x.shape, groups)
+        sc_strides = shapes.row_major(sc_shape)
+    slots = sc_shape[-1] // 4
+    if not cols:
+        qc_shape, sc_shape, sc_strides = (0, 0), (0, 0), (1, 1)
+    q_row = x.new_empty(qr_shape, dtype=torch.uint8)
+    s_row = x.new_empty(sr_shape, dtype=torch.uint8)
+    q_col = torch.empty_strided(qc_shape, shapes.column_major(qc_shape), dtype=torch.uint8, device=x.device)
+    s_col = torch.empty_strided(sc_shape, sc_strides, dtype=torch.uint8, device=x.device)
+    padded = x.new_empty(g if cols else 0, dtype=torch.int32)
     row_tiles = _gluon.row_tile_count(m, offs)
     col_tiles = shapes.cdiv(shapes.round_up(k, _gluon.TILE_ROWS) if blocked else k, config.cols)
     sf_row_tiles = shapes.cdiv(k, _gluon.TILE_ROWS)
-    grouped_blocked = blocked and offs is not None
-    sf_slots = s_col.shape[-1] // 4 if grouped_blocked else shapes.cdiv(mo, _gluon.TILE_ROWS)
+    sf_slots = slots if blocked and offs is not None else shapes.cdiv(mo, _gluon.TILE_ROWS)
     programs = (experts[0] if experts else 1) * shapes.cdiv(row_tiles, config.SR)
     programs *= shapes.cdiv(col_tiles, config.SC)
     _quantize_both_kernel[(programs,)](
@@ -288,6 +332,7 @@ def quantize_both(
         sf_row_tiles,
         sf_slots,
         ALIGNED=shapes.cdiv(mo, BLOCK) % 4 == 0,
+        COLS=cols,
         GROUPED=offs is not None,
         G_POW2=_gluon.group_slots(offs),
         BLOCKED=blocked,

@@ -47,15 +47,13 @@ def _tile(
     out_row = t * 128
     out_rows = gl.minimum(gl.maximum(MO - out_row, 0), 128)
     if GROUPED:
-        row, down, live, _, place, _ = blocks
+        row, down, live, _, search = blocks
         full = _gluon.all_equal(live, 32)
-        if BLOCKED:
-            full = full & _gluon.all_equal(place[3], 0)
     else:
         row = out_row
         down = 0
         live = out_rows
-        place = 0
+        search = 0
         full = True
     col = ct * BK
     cols = K8 * 8 - col
@@ -68,11 +66,13 @@ def _tile(
     else:
         s_tile = s_ptr + ((expert * (K8 * 8) + col) * scale_ld + out_row // 32)
 
-    # 3. and 4. Load (rows and columns outside are 0), quantize, store.
+    # 3. and 4. Load (rows and columns outside are 0), quantize, store. The loads are under way while the search for the
+    # places of blocked scales goes on.
     if full & (out_rows == 128) & (cols >= BK):
         w0, w1, w2, w3 = _gluon.load_words(
             x_tile, down, live, BK // 2, ld8, False, GROUPED, TR, TW, LR, WR, W, LOAD, EVICT
         )
+        place, used_tiles = _gluon.places(t, search, GROUPED and BLOCKED)
         _gluon.store_cols(
             q_tile, s_tile, stash_c, w0, w1, w2, w3, MO // 16, 8, col, BK, scale_ld, place, sf_row_tiles,
             sf_slots, False, STASH_C, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
@@ -81,10 +81,14 @@ def _tile(
         w0, w1, w2, w3 = _gluon.load_words(
             x_tile, down, live, K8 * 4 - col // 2, ld8, True, GROUPED, TR, TW, LR, WR, W, LOAD, EVICT
         )
+        place, used_tiles = _gluon.places(t, search, GROUPED and BLOCKED)
         _gluon.store_cols(
             q_tile, s_tile, stash_c, w0, w1, w2, w3, MO // 16, out_rows // 16, col, cols, scale_ld, place, sf_row_tiles,
             sf_slots, True, STASH_C, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, STORE,
         )  # fmt: skip
+    if GROUPED and BLOCKED:
+        _gluon.zero_missing_cols(s_ptr, place, sf_row_tiles, col, BK, W)
+        _gluon.zero_tiles(s_ptr, used_tiles * sf_row_tiles, sf_slots * sf_row_tiles, W)
 
 
 @gluon.jit(
@@ -162,8 +166,6 @@ def _quantize_colwise_kernel(
     else:
         if GROUPED:
             blocks = _gluon.group_blocks(offs_ptr, padded_ptr, t, G, M, pid == 0, BLOCKED, G_POW2, W)
-            if BLOCKED:
-                _gluon.zero_tiles(s_ptr, blocks[5] * sf_row_tiles, sf_slots * sf_row_tiles, W)
         _tile(
             q_ptr, s_ptr, x_ptr, 0, blocks, t, ct, expert, M, K8, MO, ld8, batch8, scale_ld, sf_row_tiles, sf_slots,
             STASH_C, GROUPED, BLOCKED, EMAX, THRESH, E5M2, FP16, TR, TW, LR, WR, W, LOAD, EVICT, STORE,
