@@ -668,7 +668,8 @@ def prepare_rows(
 ) -> Rows:
     """Round and scale tokens as the tiles need them, list the tiles, zero the tail of ``out``."""
     (t, k), m, g = a.shape, out.shape[0], offs.numel()
-    a = a if a.stride(-1) == 1 else a.contiguous()
+    copied = a.stride(-1) != 1
+    a = a.contiguous() if copied else a
     kind = "mx" if a_scale is not None else "quantize" if quantize is not None else "values"
     elem = elem_format(a.dtype if kind == "mx" else quantize[0] if quantize is not None else E4M3.dtype)
     high = kind != "values" or a.dtype != torch.bfloat16  # bf16 tokens are not in memory yet
@@ -680,7 +681,7 @@ def prepare_rows(
     tiles = chain.tiles if chain.tiles is not None and ready else offs.new_empty((bound, 3))
     block = min(max(triton.next_power_of_2(k), 128), MAX_ROW)
     pdl = _pdl(c, a)
-    wait = chain.after if pdl else 0
+    wait = chain.after if pdl and not copied else 0  # a copy is the kernel before, and writes what is read first
     _rows_kernel[(t + (not ready),)](
         x16,
         xb,
