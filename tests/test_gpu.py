@@ -8,6 +8,8 @@ from cases import GROUP_CASES, assert_bitwise, ends, poisoned, scaled_randn
 
 import mxmoe
 from mxmoe import MXRecipe
+from mxmoe.nn.mx_experts import ServingWeight, mx_experts_forward
+from mxmoe.ops import moe
 from mxmoe.reference import blocked as ref_blocked
 from mxmoe.reference import quantize as ref
 
@@ -185,6 +187,206 @@ def test_float16_and_float32():
         for a, b in zip(got, want, strict=True):
             assert a.dtype == dtype
             assert (a - b).norm() <= 2**-10 * b.norm()
+
+
+# --- field reports in poisoned memory ---------------------------------------------------------------------------------
+BACKENDS = ("dequant", "triton")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_stays_in_its_expert(backend):
+    """Field report 6: a NaN row of expert 0 leaves no bit of expert 1 changed, and shows in its own gradients."""
+    x, w, grad = (t.detach() for t in make(64, 2, 96, 160))
+    offs, recipe = ends([32, 32]), MXRecipe(backend=backend)
+
+    def run(x, grad):
+        with poisoned():
+            return step(x.clone().requires_grad_(), w.clone().requires_grad_(), offs, grad, recipe)
+
+    clean = run(x, grad)
+    bad = x.clone()
+    bad[0] = float("nan")
+    out, dx, dw = run(bad, grad)
+    assert_bitwise(out[1:].detach(), clean[0][1:].detach(), "out")
+    assert_bitwise(dx, clean[1], "dx")
+    assert_bitwise(dw[1], clean[2][1], "dw")
+    assert out[0].isnan().all()
+    assert dw[0].isnan().all()
+    bad = grad.clone()
+    bad[3, 5] = float("nan")
+    _, dx, dw = run(x, bad)
+    assert dx[3].isnan().all()
+    assert dw[0, 5].isnan().all()
+    assert_bitwise(dx[4:], clean[1][4:], "dx")
+    assert_bitwise(dw[1], clean[2][1], "dw")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ungrouped_and_grouped_rounding_agree(backend):
+    """Field report 9: sizes [1, 31, 33, 0], row 0 = 2**-10 beside rows of 448: dW[0] has a scale of its own."""
+    x, w, _ = (t.detach() for t in make(65, 4, 32, 64))
+    x[0], x[1:32] = 2.0**-10, 448.0
+    grad = torch.ones(65, 32, device="cuda", dtype=torch.bfloat16)
+    recipe = MXRecipe(backend=backend)
+    with poisoned():
+        out, dx, dw = step(x.requires_grad_(), w.requires_grad_(), ends([1, 31, 33, 0]), grad, recipe)
+    assert (dw[0] == 2.0**-10).all()
+    assert (dw[1] == 31 * 448.0).all()
+    assert not dw[3].any()
+    start = 0
+    for g, size in enumerate([1, 31, 33]):  # every group by itself
+        rows = slice(start, start + size)
+        own = [t.detach().clone().requires_grad_() for t in (x[rows], w[g : g + 1])]
+        want = step(*own, ends([size]), grad[rows], recipe)
+        for name, a, b in zip(("out", "dx", "dw"), (out[rows], dx[rows], dw[g : g + 1]), want, strict=True):
+            assert (a.float() - b.float()).norm() <= 2**-8 * b.float().norm(), f"{name} of group {g}"
+        start += size
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_token_on_this_rank(backend):
+    """Field report 14: an output with a grad_fn, gradients of full shape that are zero."""
+    x = torch.zeros(0, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = scaled_randn(3, 32, 64).requires_grad_()
+    with poisoned():
+        out = mxmoe.grouped_mm(x, w.mT, ends([0, 0, 0]), recipe=MXRecipe(backend=backend))
+        assert out.shape == (0, 32)
+        assert out.grad_fn is not None
+        out.sum().backward()
+    assert x.grad.shape == x.shape
+    assert w.grad.shape == w.shape
+    assert not w.grad.any()
+
+
+@pytest.mark.parametrize("recipe", RECIPE_CASES)
+def test_tail_and_empty_experts_in_every_recipe(recipe):
+    """Field reports 15 and 16: NaN beyond offs[-1] changes no bit; experts without tokens have gradients of zeros."""
+    sizes = [0, 32, 0, 33, 0]
+    x, w, grad = (t.detach() for t in make(96, 5, 96, 160))
+    results = []
+    for fill in (0.0, float("nan")):
+        x[65:], grad[65:] = fill, fill
+        with poisoned():
+            leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+            results.append([t.detach() for t in step(*leaves, ends(sizes), grad, recipe)])
+    for name, a, b in zip(("out", "dx", "dw"), *results, strict=True):
+        assert torch.isfinite(b).all(), name
+        assert_bitwise(a, b, name)
+    out, dx, dw = results[1]
+    assert not out[65:].any()
+    assert not dx[65:].any()
+    assert not dw[::2].any()
+
+
+@pytest.mark.parametrize("offs", [[40, 30, 26], [-5, 1000, 7], [10, 2**31 - 1, 20], [-1, -1, -1]], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offs_that_are_no_ends(backend, offs):
+    """Field report 18: made safe as the reference does, nothing is read or written out of bounds."""
+    x, w, grad = (t.detach() for t in make(96, 3, 32, 64))
+    ends_of = torch.tensor(offs, dtype=torch.int32, device="cuda")
+    safe = ends_of.clamp(0, 96).cummax(0).values.to(torch.int32)
+    results = []
+    for o in (ends_of, safe):
+        with poisoned():
+            leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+            results.append([t.detach() for t in step(*leaves, o, grad, MXRecipe(backend=backend))])
+    torch.cuda.synchronize()
+    for name, a, b in zip(("out", "dx", "dw"), *results, strict=True):
+        assert_bitwise(a, b, name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_the_gradients_that_are_asked_for(backend):
+    """Field report 19: one side frozen, evaluation first: the same bits, and no GEMM for the frozen side."""
+    x, w, grad = make(70, 3, 96, 160)
+    offs, recipe = ends([33, 0, 30]), MXRecipe(backend=backend)
+    want = step(x, w, offs, grad, recipe)
+    with torch.no_grad(), poisoned():
+        assert_bitwise(mxmoe.grouped_mm(x, w.mT, offs, recipe=recipe), want[0].detach(), "evaluation")
+    for i, op in ((0, "dgrad"), (1, "wgrad")):
+        leaves = [t.detach() for t in (x, w)]
+        leaves[i].requires_grad_()
+        with poisoned(), mxmoe.observe() as log:
+            out = mxmoe.grouped_mm(leaves[0], leaves[1].mT, offs, recipe=recipe)
+            (got,) = torch.autograd.grad(out, leaves[i], grad)
+        assert [g.op for g in log] == ["fprop", op]
+        assert_bitwise(got, want[1 + i], op)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_of_the_right_group(backend):
+    """Field report 20: G == M == N, where a plain broadcast succeeds; empty groups, tail rows."""
+    sizes = [0, 3, 0, 2, 1, 0, 0, 0]
+    x, w = torch.zeros(8, 32, device="cuda", dtype=torch.bfloat16), scaled_randn(8, 8, 32)
+    x[6:] = float("nan")
+    bias = torch.randint(-9, 9, (8, 8), device="cuda").float().requires_grad_()
+    with poisoned():
+        out = mxmoe.grouped_mm(x, w.mT, ends(sizes), bias=bias, recipe=MXRecipe(backend=backend))
+        (d_bias,) = torch.autograd.grad(out, bias, torch.ones_like(out))
+    assert torch.equal(out[:6].float(), bias[[1, 1, 1, 3, 3, 4]])
+    assert not out[6:].any()
+    assert torch.equal(d_bias, torch.tensor(sizes, device="cuda").float()[:, None].expand(8, 8))
+
+
+@pytest.mark.parametrize("save", ["bf16", "mxfp8"])
+def test_opcheck_of_odd_shapes(save):
+    """Field report 21: M = 65, G = 3, K = 96, odd N: fake and real outputs have the same strides."""
+    x, w = scaled_randn(65, 96).requires_grad_(), scaled_randn(3, 33, 96).requires_grad_()
+    key = MXRecipe(save=save).key
+    args = (x, None, w, None, ends([20, 0, 40]), None, torch.bfloat16, key, True, True)
+    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(torch.ops.mxmoe.grouped_mm_m_groups, args, test_utils=utils)
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["default"], RECIPES["save"], RECIPES["weight_only"]], ids=str)
+def test_expert_layer_in_poisoned_memory(recipe):
+    """Field reports 6, 14, 16 of the whole layer: a NaN token, an expert without tokens, no tokens, other ranks."""
+    x, weights = scaled_randn(7, 64), torch.rand(7, 2, device="cuda")
+    up, down = scaled_randn(5, 128, 64, seed=1) / 64, scaled_randn(5, 64, 64, seed=2) / 64
+    grad = scaled_randn(7, 64, seed=3)
+    ids = torch.tensor([[0, 2]] * 3 + [[3, 4]] * 4, device="cuda")  # expert 1 has none
+
+    def run(x, ids, weights, grad):
+        leaves = [t.clone().requires_grad_() for t in (x, weights, up, down)]
+        with poisoned():
+            out = moe.experts(leaves[0], ids, *leaves[1:], recipe=recipe)
+            return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    clean = run(x, ids, weights, grad)
+    for t in clean:
+        assert torch.isfinite(t).all()
+    assert not clean[3][1].any()
+    assert not clean[4][1].any()
+    bad = x.clone()
+    bad[0] = float("nan")
+    out, dx, _, d_up, d_down = run(bad, ids, weights, grad)
+    assert out[0].isnan().all()
+    assert d_up[0].isnan().any()
+    for a, b in ((out[1:], clean[0][1:]), (dx[1:], clean[1][1:]), (d_up[3:], clean[3][3:]), (d_down[3:], clean[4][3:])):
+        assert_bitwise(a, b)
+    for nothing in (run(x[:0], ids[:0], weights[:0], grad[:0]), run(x, torch.full_like(ids, 5), weights, grad)):
+        for t in nothing:
+            assert not t.any()
+
+
+def test_serving_layer_takes_tokens_of_any_strides():
+    """Tokens that are copied first: the copy is complete before a kernel that starts early reads it."""
+    up, down = (
+        ServingWeight.of(mxmoe.quantize(torch.randn(16, n, k, device="cuda") / k**0.5))
+        for n, k in ((1024, 1024), (1024, 512))
+    )
+    ids, weights = torch.randint(0, 17, (200, 4), device="cuda"), torch.rand(200, 4, device="cuda")
+    for seed in range(20):
+        x = scaled_randn(200, 1024, seed=seed)
+        odd = torch.full((200 * 1024 + 1,), float("nan"), device="cuda", dtype=x.dtype)[1:].view(200, 1024).copy_(x)
+        results = []
+        for t in (x, x.t().contiguous().t(), odd):
+            with poisoned():
+                results.append(
+                    mx_experts_forward(t, ids, weights, up, down, num_experts=16, activate=None, recipe=MXRecipe())
+                )
+        assert_bitwise(results[1], results[0], "transposed")
+        assert_bitwise(results[2], results[0], "at an odd address")
 
 
 # --- beyond 2^31 elements (field report 12) --------------------------------------------------------------------------
