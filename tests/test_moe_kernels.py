@@ -217,38 +217,34 @@ def test_swiglu_backward_gives_what_is_wanted():
                 assert_bitwise(a, b)
 
 
-WORDS = {
-    "one": swiglu_quantize.Words("one", row_block=16, span=16),
-    "side": swiglu_quantize.Words("side", rows=8, row_block=32, col_block=16),
-    "two": swiglu_quantize.Words("two", rows=16, row_block=64, col_block=32, own=True),
-}
-
-
 @pytest.mark.parametrize(
-    "form, name, intermediate, mode, dtypes",
+    "name, intermediate, mode, dtypes",
     [
-        ("one", "few", 64, "rceil", (E4M3, E4M3, E4M3)),
-        ("side", "few", 96, "rceil", (E4M3, E4M3, E4M3)),
-        ("two", "few", 32, "floor", (E5M2, None, E4M3)),
-        ("one", "elsewhere", 32, "even", (None, E5M2, None)),
-        ("side", "no_tokens", 32, "rceil", (E4M3, E4M3, E4M3)),
+        ("few", 64, "rceil", (E4M3, E4M3, E4M3)),
+        ("few", 96, "rceil", (E4M3, E4M3, E4M3)),
+        ("few", 32, "floor", (E5M2, None, E4M3)),
+        ("elsewhere", 32, "even", (None, E5M2, None)),
+        ("no_tokens", 32, "rceil", (E4M3, E4M3, E4M3)),
     ],
 )
-def test_swiglu_backward_in_words(form, name, intermediate, mode, dtypes):
-    """However the work is cut into programs: the bits of the plain kernel, and the same sums for any ``want``."""
+def test_swiglu_backward_in_words(monkeypatch, name, intermediate, mode, dtypes):
+    """The bits of the plain kernel, and the same sums for any ``want``."""
     gate_up, grad, weights, order, offs = activations(name, intermediate)
     args = (gate_up, grad, weights, order, offs, *dtypes, mode, BF16)
-    expected = swiglu_quantize.swiglu_backward(*args, (True,) * 4, (64, 4))
     with poisoned():
-        got = swiglu_quantize.swiglu_backward(*args, (True,) * 4, WORDS[form])
+        got = swiglu_quantize.swiglu_backward(*args, (True,) * 4)
+    parts = [
+        swiglu_quantize.swiglu_backward(*args, w) for w in ((True, False, False, True), (False, True, True, False))
+    ]
+    monkeypatch.setattr(swiglu_quantize, "_in_words", lambda *_: False)
+    expected = swiglu_quantize.swiglu_backward(*args, (True,) * 4)
     for what, a, b in zip(("row", "col", "hidden"), got[:3], expected[:3], strict=True):
         assert_bitwise(a, b, what)
     assert_sums(got[3], expected[3], "weights")
-    for want in ((True, False, False, True), (False, True, True, False)):
-        part = swiglu_quantize.swiglu_backward(*args, want, WORDS[form])
-        for wanted, a, b in zip(want, part, got, strict=True):
-            if wanted:
-                assert_bitwise(a, b, f"{want}")
+    for part in parts:
+        for a, b in zip(part, got, strict=True):
+            if a is not None:
+                assert_bitwise(a, b)
 
 
 @pytest.mark.parametrize("elem", [E4M3, E5M2])

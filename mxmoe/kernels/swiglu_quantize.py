@@ -21,8 +21,6 @@ Source   ``mxmoe/reference/moe.py``.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -38,21 +36,11 @@ FORWARD_TILE = (8, 256, 4)  # (BLOCK_M, BLOCK_I, num_warps)
 BACKWARD_TILE = (64, 4)  # (BLOCK_I, num_warps), any dtype
 
 
-class Words(NamedTuple):
-    """How the backward of a bf16 layer is cut into programs. Blocks in words of two columns."""
-
-    form: str = "one"  # "one": each program does everything; "side": rows and columns apart, one launch; "two": two
-    rows: int = 8  # rows of a program of the row kind; "one": 32
-    row_block: int = 16
-    row_warps: int = 1
-    col_block: int = 16
-    col_warps: int = 1  # "side": row_warps of both
-    own: bool = False  # threads of the column kind load one word at a time: each owns more of a column
-    span: int = 4096  # "one": words of a program
-    maxnreg: int | None = None
-
-
-BACKWARD_WORDS: Words | None = None  # None: BACKWARD_TILE
+# bf16 layers, in words of two columns: (words of a column tile, num_warps). H200, 2026-12-01, TB/s at 131072 x 1536 |
+# 131072 x 4096: 3.63 | 3.78; (64, 8) 3.14 | 3.25, (32, 4) 3.10 | 3.12, (16, 1) less. Programs of two kinds side by
+# side, 8 rows x 128 words for the row results, 32 x 64 for the others, the second read from the L2: 2.98 | 3.11; as two
+# launches 2.78 | 2.86. In fp32, values one by one: 2.41 | 2.42.
+BACKWARD_WORDS = (64, 4)
 
 
 @triton.jit(do_not_specialize=["M", "G"])
@@ -181,116 +169,6 @@ def _swiglu_backward_kernel(
 
 # --- backward on words of two bf16 -----------------------------------------------------------------------------------
 @triton.jit
-def _backward_words(
-    row_ptr,
-    col_ptr,
-    hidden_ptr,
-    d_weights_ptr,
-    gate_up_ptr,
-    grad_ptr,
-    weights_ptr,
-    order_ptr,
-    units_ptr,
-    unit,
-    down,
-    first_col,
-    end_col,
-    M,
-    shift,
-    IW: tl.constexpr,
-    WANT_ROW: tl.constexpr,
-    WANT_COL: tl.constexpr,
-    WANT_HIDDEN: tl.constexpr,
-    WANT_WEIGHTS: tl.constexpr,
-    ROUND_ROW: tl.constexpr,
-    ROUND_COL: tl.constexpr,
-    ROUND_HIDDEN: tl.constexpr,
-    GRAD_E5M2: tl.constexpr,
-    GRAD_THRESH: tl.constexpr,
-    E5M2: tl.constexpr,
-    THRESH: tl.constexpr,
-    HW: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OWN_COLUMNS: tl.constexpr,
-):
-    """ROWS rows of a unit of 32, from row ``down`` on, words ``first_col`` to ``end_col``.
-
-    Pointers and what they hold: see ``_swiglu_backward_words_kernel``.
-    """
-    # 1. Which 32 rows of which group? Behind the last group: rows without an expert.
-    start = tl.load(units_ptr + 2 * unit)
-    end = tl.load(units_ptr + 2 * unit + 1)
-    rest = start < 0
-    start = tl.where(rest, -1 - start, start) + down
-    left = tl.where(rest, M, end) - start  # rows that this program writes
-    r = tl.arange(0, ROWS)
-    keep = r < left
-    live = keep & (rest == 0)
-    if left > 0:
-        slot = tl.load(order_ptr + start + r, mask=keep, other=0)
-        weight = tl.load(weights_ptr + slot, mask=live, other=0.0).to(tl.float32)[:, None]
-
-        # 2. Coordinates, columns first: with IW known, what a row adds to an address is part of the instruction.
-        first = start.to(tl.int64)
-        wide = r[:, None] * (2 * IW)
-        narrow = r[:, None] * IW
-        gate_at = gate_up_ptr + first * (2 * IW)
-        grad_at = grad_ptr + first * IW
-        d_weight = tl.zeros((ROWS,), tl.float32)
-
-        for i in range(first_col, end_col, BLOCK):
-            # 3. Load: what is not data is zero, and so is everything computed from it.
-            cols = i + tl.arange(0, BLOCK)
-            inside, write = live[:, None], keep[:, None]
-            if IW % BLOCK:
-                inside = inside & (cols < IW)[None, :]
-                write = write & (cols < IW)[None, :]
-            if OWN_COLUMNS:  # a thread gets whole columns if it cannot load more than a word at once
-                cols += shift
-            cols = cols[None, :]
-            gate_w = tl.load((gate_at + cols) + wide, mask=inside, other=0)
-            up_w = tl.load((gate_at + IW + cols) + wide, mask=inside, other=0)
-            grad_w = tl.load((grad_at + cols) + narrow, mask=inside, other=0)
-
-            gate, up, grad = even(gate_w), even(up_w), even(grad_w)
-            d_gate0, d_up0, hidden0, product = _gradients(gate, up, grad, weight, HW)
-            dot = grad * product
-            gate, up, grad = odd(gate_w), odd(up_w), odd(grad_w)
-            d_gate1, d_up1, hidden1, product = _gradients(gate, up, grad, weight, HW)
-            if WANT_WEIGHTS:  # fma by name: with other results wanted, the compiler might choose otherwise
-                d_weight += tl.sum(tl.fma(grad, product, dot), 1)
-
-            # 4. Round each result, store it.
-            if WANT_HIDDEN:
-                hidden = pack(hidden0, hidden1, HW)
-                if ROUND_HIDDEN:
-                    hidden = round_word_rows(hidden, E5M2, THRESH, HW)
-                tl.store((hidden_ptr + first * IW + cols) + narrow, hidden, mask=write)
-            if WANT_ROW or WANT_COL:
-                d_gate = pack(d_gate0, d_gate1, HW)
-                d_up = pack(d_up0, d_up1, HW)
-            if WANT_ROW:
-                r_gate, r_up = d_gate, d_up
-                if ROUND_ROW:
-                    r_gate = round_word_last(d_gate, GRAD_E5M2, GRAD_THRESH, HW)
-                    r_up = round_word_last(d_up, GRAD_E5M2, GRAD_THRESH, HW)
-                row_at = row_ptr + first * (2 * IW)
-                tl.store((row_at + cols) + wide, r_gate, mask=write)
-                tl.store((row_at + IW + cols) + wide, r_up, mask=write)
-            if WANT_COL:
-                if ROUND_COL:
-                    d_gate = round_word_rows(d_gate, GRAD_E5M2, GRAD_THRESH, HW)
-                    d_up = round_word_rows(d_up, GRAD_E5M2, GRAD_THRESH, HW)
-                col_at = col_ptr + first * (2 * IW)
-                tl.store((col_at + cols) + wide, d_gate, mask=write)
-                tl.store((col_at + IW + cols) + wide, d_up, mask=write)
-
-        if WANT_WEIGHTS:
-            tl.store(d_weights_ptr + slot, d_weight, mask=keep)
-
-
-@triton.jit
 def _gradients(gate, up, grad, weight, HW: tl.constexpr):
     """fp32 -> gradient of gate, gradient of up, weighted activation, the same without its weight."""
     sig = sigmoid(gate, HW)
@@ -300,19 +178,18 @@ def _gradients(gate, up, grad, weight, HW: tl.constexpr):
     return d * up * tl.fma(activated, 1.0 - sig, sig), d * activated, product * weight, product
 
 
-@triton.jit(do_not_specialize=["M", "shift"])
+@triton.jit(do_not_specialize=["M"])
 def _swiglu_backward_words_kernel(
     row_ptr,  # (M, I) words: gradient of gate_up, rounded along the row
     col_ptr,  # (M, I) words: the same, rounded along the rows of each group
     hidden_ptr,  # (M, I/2) words: weight * silu(gate) * up, rounded along the rows of each group
-    d_weights_ptr,  # (T, k) as slots, fp32; form "one": (spans, T, k)
+    d_weights_ptr,  # (T, k) as slots, fp32
     gate_up_ptr,  # (M, I) words, contiguous
     grad_ptr,  # (M, I/2) words, contiguous
     weights_ptr,  # (T, k) as slots
     order_ptr,  # (M,) int32
     units_ptr,  # (units, 2) int32
     M,
-    shift,  # 0, which the compiler does not know
     IW: tl.constexpr,  # I/2
     WANT_ROW: tl.constexpr,
     WANT_COL: tl.constexpr,
@@ -326,47 +203,75 @@ def _swiglu_backward_words_kernel(
     E5M2: tl.constexpr,
     THRESH: tl.constexpr,
     HW: tl.constexpr,
-    ROW_ROWS: tl.constexpr,
-    ROW_BLOCK: tl.constexpr,
-    COL_BLOCK: tl.constexpr,
-    SPAN: tl.constexpr,
-    OWN_COLUMNS: tl.constexpr,
-    FORM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    # Programs of one unit follow each other: those of the row kind, which walk all columns of a few rows, so that the
-    # gradient of a weight is summed in one place; then those of the column kind. What the second one reads comes from
-    # the L2. Form "one": SPAN words of all rows, and the partial sums are added afterwards.
-    row_programs: tl.constexpr = 32 // ROW_ROWS if FORM == "side" or FORM == "row" else 0
-    col_programs: tl.constexpr = (IW + COL_BLOCK - 1) // COL_BLOCK if FORM == "side" or FORM == "col" else 0
-    if FORM == "one":
-        spans: tl.constexpr = (IW + SPAN - 1) // SPAN
-        span = tl.program_id(0) % spans
-        sums_ptr = d_weights_ptr
-        if WANT_WEIGHTS:
-            sums_ptr += span.to(tl.int64) * M
-        _backward_words(
-            row_ptr, col_ptr, hidden_ptr, sums_ptr, gate_up_ptr, grad_ptr, weights_ptr, order_ptr, units_ptr,
-            tl.program_id(0) // spans, 0, span * SPAN, tl.minimum(span * SPAN + SPAN, IW), M, shift, IW, WANT_ROW,
-            WANT_COL, WANT_HIDDEN, WANT_WEIGHTS, ROUND_ROW, ROUND_COL, ROUND_HIDDEN, GRAD_E5M2, GRAD_THRESH, E5M2,
-            THRESH, HW, 32, ROW_BLOCK, False,
-        )  # fmt: skip
-    else:
-        unit = tl.program_id(0) // (row_programs + col_programs)
-        which = tl.program_id(0) % (row_programs + col_programs)
-        if which < row_programs:
-            _backward_words(
-                row_ptr, col_ptr, hidden_ptr, d_weights_ptr, gate_up_ptr, grad_ptr, weights_ptr, order_ptr, units_ptr,
-                unit, which * ROW_ROWS, 0, IW, M, shift, IW, WANT_ROW, False, False, WANT_WEIGHTS, ROUND_ROW,
-                ROUND_COL, ROUND_HIDDEN, GRAD_E5M2, GRAD_THRESH, E5M2, THRESH, HW, ROW_ROWS, ROW_BLOCK, False,
-            )  # fmt: skip
-        else:
-            first_col = (which - row_programs) * COL_BLOCK
-            _backward_words(
-                row_ptr, col_ptr, hidden_ptr, d_weights_ptr, gate_up_ptr, grad_ptr, weights_ptr, order_ptr, units_ptr,
-                unit, 0, first_col, first_col + COL_BLOCK, M, shift, IW, False, WANT_COL, WANT_HIDDEN, False,
-                ROUND_ROW, ROUND_COL, ROUND_HIDDEN, GRAD_E5M2, GRAD_THRESH, E5M2, THRESH, HW, 32, COL_BLOCK,
-                OWN_COLUMNS,
-            )  # fmt: skip
+    # 1. Which 32 rows of which group? Behind the last group: rows without an expert.
+    unit = tl.program_id(0)
+    start = tl.load(units_ptr + 2 * unit)
+    end = tl.load(units_ptr + 2 * unit + 1)
+    rest = start < 0
+    start = tl.where(rest, -1 - start, start)
+    r = tl.arange(0, 32)
+    keep = r < tl.where(rest, M, end) - start
+    live = keep & (rest == 0)
+    slot = tl.load(order_ptr + start + r, mask=keep, other=0)
+    weight = tl.load(weights_ptr + slot, mask=live, other=0.0).to(tl.float32)[:, None]
+
+    # 2. Coordinates, columns first: with IW known, what a row adds to an address is part of the instruction.
+    first = start.to(tl.int64)
+    wide = r[:, None] * (2 * IW)
+    narrow = r[:, None] * IW
+    gate_at = gate_up_ptr + first * (2 * IW)
+    grad_at = grad_ptr + first * IW
+    d_weight = tl.zeros((32,), tl.float32)
+
+    for i in range(0, IW, BLOCK):
+        # 3. Load: what is not data is zero, and so is everything computed from it.
+        cols = i + tl.arange(0, BLOCK)
+        inside, write = live[:, None], keep[:, None]
+        if IW % BLOCK:
+            inside = inside & (cols < IW)[None, :]
+            write = write & (cols < IW)[None, :]
+        cols = cols[None, :]
+        gate_w = tl.load((gate_at + cols) + wide, mask=inside, other=0)
+        up_w = tl.load((gate_at + IW + cols) + wide, mask=inside, other=0)
+        grad_w = tl.load((grad_at + cols) + narrow, mask=inside, other=0)
+
+        grad = even(grad_w)
+        d_gate0, d_up0, hidden0, product = _gradients(even(gate_w), even(up_w), grad, weight, HW)
+        dot = grad * product
+        grad = odd(grad_w)
+        d_gate1, d_up1, hidden1, product = _gradients(odd(gate_w), odd(up_w), grad, weight, HW)
+        if WANT_WEIGHTS:  # fma by name: with other results wanted, the compiler might choose otherwise
+            d_weight += tl.sum(tl.fma(grad, product, dot), 1)
+
+        # 4. Round each result, store it.
+        if WANT_HIDDEN:
+            hidden = pack(hidden0, hidden1, HW)
+            if ROUND_HIDDEN:
+                hidden = round_word_rows(hidden, E5M2, THRESH, HW)
+            tl.store((hidden_ptr + first * IW + cols) + narrow, hidden, mask=write)
+        if WANT_ROW or WANT_COL:
+            d_gate = pack(d_gate0, d_gate1, HW)
+            d_up = pack(d_up0, d_up1, HW)
+        if WANT_ROW:
+            r_gate, r_up = d_gate, d_up
+            if ROUND_ROW:
+                r_gate = round_word_last(d_gate, GRAD_E5M2, GRAD_THRESH, HW)
+                r_up = round_word_last(d_up, GRAD_E5M2, GRAD_THRESH, HW)
+            row_at = row_ptr + first * (2 * IW)
+            tl.store((row_at + cols) + wide, r_gate, mask=write)
+            tl.store((row_at + IW + cols) + wide, r_up, mask=write)
+        if WANT_COL:
+            if ROUND_COL:
+                d_gate = round_word_rows(d_gate, GRAD_E5M2, GRAD_THRESH, HW)
+                d_up = round_word_rows(d_up, GRAD_E5M2, GRAD_THRESH, HW)
+            col_at = col_ptr + first * (2 * IW)
+            tl.store((col_at + cols) + wide, d_gate, mask=write)
+            tl.store((col_at + IW + cols) + wide, d_up, mask=write)
+
+    if WANT_WEIGHTS:
+        tl.store(d_weights_ptr + slot, d_weight, mask=keep)
 
 
 def swiglu_rows(
@@ -417,7 +322,7 @@ def swiglu_backward(
     scale_mode: str,
     out_dtype: torch.dtype,
     want: tuple[bool, bool, bool, bool],
-    config: tuple[int, int] | Words | None = None,
+    config: tuple[int, int] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Launch. Results as in the reference; None where ``want`` says no. A gradient that is rounded in neither direction
     is written once and returned twice."""
@@ -450,12 +355,23 @@ def swiglu_backward(
             "HW": hiddens["HW"],
         }
         results, data = (row, col, hidden, d_weights), (weights.contiguous(), order, table)
-        if config is None:
-            config = (_in_words(gate_up, out_dtype) and BACKWARD_WORDS) or BACKWARD_TILE
-        if isinstance(config, Words):
-            _launch_words(config, results, (gate_up, grad.contiguous()), data, want, fixed)
+        words = _in_words(gate_up, out_dtype)
+        block_i, warps = config or (BACKWARD_WORDS if words else BACKWARD_TILE)
+        if words:
+            in_words = [t if t is None or t.dtype != torch.bfloat16 else t.view(torch.int32) for t in results]
+            _swiglu_backward_words_kernel[(table.shape[0],)](
+                *in_words,
+                gate_up.view(torch.int32),
+                grad.contiguous().view(torch.int32),
+                *data,
+                m,
+                i // 2,
+                *want,
+                **fixed,
+                BLOCK=min(block_i, max(16, triton.next_power_of_2(i // 2))),
+                num_warps=warps,
+            )
         else:
-            block_i, warps = config
             _swiglu_backward_kernel[(table.shape[0],)](
                 *results,
                 gate_up,
@@ -481,68 +397,7 @@ def _in_words(gate_up: Tensor, out_dtype: torch.dtype) -> bool:
     return bf16 and gate_up.shape[1] % 64 == 0 and gate_up.is_contiguous() and gate_up.data_ptr() % 16 == 0
 
 
-def _launch_words(
-    config: Words,
-    results: tuple[Tensor | None, ...],
-    rows: tuple[Tensor, Tensor],
-    data: tuple[Tensor, Tensor, Tensor],
-    want: tuple[bool, bool, bool, bool],
-    fixed: dict[str, object],
-) -> None:
-    """The launches of one configuration. What is not wanted is not launched."""
-    *rounded, d_weights = results
-    gate_up, grad = (t.view(torch.int32) for t in rows)
-    m, iw = grad.shape
-    limit = max(16, triton.next_power_of_2(iw))
-    row_block, col_block = min(config.row_block, limit), min(config.col_block, limit)
-    units = data[2].shape[0]
-    spans = cdiv(iw, config.span)
-    programs = {"one": spans, "row": 32 // config.rows, "col": cdiv(iw, col_block)}
-    programs["side"] = programs["row"] + programs["col"]
-    sums = d_weights
-    if d_weights is not None and config.form == "one" and spans > 1:
-        sums = d_weights.new_empty((spans, *d_weights.shape))
-    words = [t if t is None else t.view(torch.int32) for t in rounded]
-
-    def launch(form: str, want: tuple[bool, bool, bool, bool], warps: int) -> None:
-        _swiglu_backward_words_kernel[(units * programs[form],)](
-            *words,
-            sums,
-            gate_up,
-            grad,
-            *data,
-            m,
-            0,
-            iw,
-            *want,
-            **fixed,
-            ROW_ROWS=config.rows,
-            ROW_BLOCK=row_block,
-            COL_BLOCK=col_block,
-            SPAN=config.span,
-            OWN_COLUMNS=config.own,
-            FORM=form,
-            num_warps=warps,
-            maxnreg=config.maxnreg,
-        )
-
-    by_row, by_col = want[0] or want[3], want[1] or want[2]
-    if config.form == "one":
-        launch("one", want, config.row_warps)
-    elif config.form == "side" and by_row and by_col:
-        launch("side", want, config.row_warps)
-    else:
-        if by_row:
-            launch("row", (want[0], False, False, want[3]), config.row_warps)
-        if by_col:
-            launch("col", (False, want[1], want[2], False), config.col_warps)
-    if sums is not d_weights:
-        torch.sum(sums, 0, out=d_weights)
-
-
-def _case(
-    backward: bool, rounded: bool = True, want: tuple[bool, ...] = (True,) * 4, config: Words | None = None
-) -> object:
+def _case(backward: bool, rounded: bool = True, want: tuple[bool, ...] = (True,) * 4) -> object:
     gate_up = torch.zeros(512, 1536, dtype=torch.bfloat16)
     weights, order = torch.zeros(64, 8, dtype=torch.bfloat16), torch.zeros(512, dtype=torch.int32)
     offs, elem = torch.zeros(128, dtype=torch.int32), torch.float8_e4m3fn if rounded else None
@@ -550,7 +405,7 @@ def _case(
         return swiglu_rows(gate_up, weights, order, offs, elem, "rceil", torch.bfloat16)
     grad = gate_up[:, :768].contiguous()
     dtypes = (elem, elem, elem)
-    return swiglu_backward(gate_up, grad, weights, order, offs, *dtypes, "rceil", torch.bfloat16, want, config)  # type: ignore[arg-type]
+    return swiglu_backward(gate_up, grad, weights, order, offs, *dtypes, "rceil", torch.bfloat16, want)  # type: ignore[arg-type]
 
 
 OFFLINE = [
@@ -558,6 +413,4 @@ OFFLINE = [
     Case("backward", lambda: _case(True), spills=16),
     Case("backward, not rounded", lambda: _case(True, False)),
     Case("backward, frozen weights", lambda: _case(True, True, (True, False, False, True))),
-    Case("backward, words", lambda: _case(True, config=Words("one", span=64))),
-    Case("backward, words, kinds side by side", lambda: _case(True, config=Words("side", row_block=32))),
 ]
