@@ -6,7 +6,8 @@ import pytest
 import torch
 from cases import DEVICE, E4M3, E5M2, GROUP_CASES, MODES, assert_bitwise, ends, poisoned, scaled_randn, special_values
 
-from mxmoe.kernels import _gluon, gluon_both, gluon_colwise
+from mxmoe import shapes
+from mxmoe.kernels import _gluon, dequantize, gluon_both, gluon_colwise, gluon_dequantize
 from mxmoe.reference import quantize as reference
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -64,6 +65,53 @@ def test_supported_chip():
     assert not takes(x, capability=(8, 9))
     assert not takes(x, capability=(0, 0))
     assert takes(x, capability=(10, 0))
+
+
+def takes_values(shape, *, block="colwise", offs=None, rows=None, out=BF16, row_stride=None, strides=None, chip=SM90):
+    strides = strides or shapes.column_major(shape)
+    q = torch.empty_strided(shape, strides, dtype=E4M3, device="meta")
+    scale_shape = shapes.colwise(shape)[1]
+    scale = torch.empty_strided(scale_shape, shapes.column_major(scale_shape), dtype=torch.uint8, device="meta")
+    return gluon_dequantize.supported(q, scale, block, offs, rows or shape[-2], out, row_stride, chip)
+
+
+@pytest.mark.parametrize(
+    ("why", "expected", "shape", "options"),
+    [
+        ("2-D", True, (256, 512), {}),
+        ("3-D", True, (3, 160, 72), {}),
+        ("fp16", True, (256, 512), {"out": FP16}),
+        ("rows of the result with a gap", True, (256, 512), {"row_stride": 520}),
+        ("fp32", False, (256, 512), {"out": torch.float32}),
+        ("row-major", False, (256, 512), {"strides": (512, 1)}),
+        ("rowwise", False, (256, 512), {"block": "rowwise"}),
+        ("square", False, (256, 512), {"block": "square"}),
+        ("columns not 16-byte aligned", False, (250, 512), {}),
+        ("column stride not 16-byte aligned", False, (256, 512), {"strides": (1, 264)}),
+        ("rows of the result not 16-byte aligned", False, (256, 508), {}),
+        ("gap not 16-byte aligned", False, (256, 512), {"row_stride": 516}),
+        ("nothing", False, (0, 512), {}),
+        ("int32 inside a tile", False, (2**24, 8), {}),
+        ("chip", False, (256, 512), {"chip": (8, 9)}),
+    ],
+)
+def test_supported_values(why, expected, shape, options):
+    assert takes_values(shape, **options) == expected, why
+
+
+def test_supported_values_of_groups():
+    offs = torch.zeros(6, dtype=torch.int32)
+    mp = shapes.padded_rows(250, 6)
+    assert takes_values((mp, 512), offs=offs, rows=250)
+    assert not takes_values((mp - 32, 512), offs=offs, rows=250)  # offs could point behind the last row
+    assert not takes_values((mp, 512), offs=torch.zeros(12, dtype=torch.int32)[::2], rows=250)
+
+
+@pytest.mark.parametrize("config", [gluon_both.CONFIG_ROWS, gluon_dequantize.CONFIG, gluon_dequantize.CONFIG_GROUPS])
+def test_configuration_of_one_result(config):
+    assert config.rows == _gluon.TILE_ROWS
+    assert config.cols % 32 == 0
+    assert config.SR == 1
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -240,3 +288,90 @@ def test_no_sync_and_graph_replay(form):
         graph.replay()
         for a, e in zip(actual, spec(x, offs, True, E4M3, "rceil"), strict=True):
             assert_bitwise(a, e)
+
+
+# --- rowwise: blocked scales of groups -------------------------------------------------------------------------------
+def check_rows(x, offs, elem=E4M3, mode="rceil"):
+    assert gluon_both.supported(x, offs, True, elem, torch.cuda.get_device_capability())
+    with poisoned():
+        actual = gluon_both.quantize_rowwise(x, offs, True, elem, mode)
+    expected = reference.quantize_rowwise(x, offs, True, elem, mode)
+    for a, e, what in zip(actual, expected, ("qdata", "scale"), strict=True):
+        assert_bitwise(a, e, what)
+        assert a.stride() == e.stride()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("sizes", [*GROUP_CASES, pytest.param(list(range(70)), id="every_size")])
+def test_rows_of_groups(sizes, dtype):
+    for tail, cols in ((0, 8), (7, 264), (300, 512)):
+        if sum(sizes) + tail:
+            check_rows(scaled_randn(sum(sizes) + tail, cols, dtype=dtype), ends(sizes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("elem", "mode"), list(itertools.product((E4M3, E5M2), MODES)))
+def test_rows_special_values(elem, mode):
+    check_rows(special_values(rows=64, cols=96, dtype=BF16), ends([33, 20]), elem, mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [[50, 20, 90, 90, 90], [-5, 1000, 40, 7, 8], [500, 400, 300, 1, 2], [200] * 8])
+def test_rows_of_bad_offs(bad):
+    check_rows(scaled_randn(210, 264), torch.tensor(bad, dtype=torch.int32, device=DEVICE))
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+def check_values(q, scale, offs, rows, out=BF16, row_stride=None):
+    assert gluon_dequantize.supported(q, scale, "colwise", offs, rows, out, row_stride, SM90)
+    with poisoned():
+        actual = gluon_dequantize.dequantize(q, scale, offs, rows, out, row_stride)
+    one_nan = torch.tensor(torch.nan, dtype=out, device=DEVICE)
+    expected = reference.dequantize(q, scale, "colwise", offs, offs, rows, out)
+    assert_bitwise(torch.where(actual.isnan(), one_nan, actual), torch.where(expected.isnan(), one_nan, expected))
+    # The plain form gives the same bits, those of NaN with them.
+    plain = dequantize.dequantize_triton(q, scale, "colwise", offs, offs, rows, out, row_stride=row_stride)
+    assert_bitwise(actual, plain, "against the plain form")
+    assert actual.stride() == plain.stride()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("elem", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("shape", [(256, 256), (144, 136), (16, 8), (272, 1160), (3, 48, 72)])
+def test_values_of_all_bytes(shape, elem, out):
+    """Every element byte meets every scale byte: 2**-127, the largest, NaN."""
+    *lead, m, k = shape
+    gen = torch.Generator().manual_seed(m + k)
+    q = torch.randint(0, 256, (*lead, k, m), generator=gen, dtype=torch.uint8).to(DEVICE).view(elem).mT
+    scale = torch.randint(0, 256, (*lead, k, -(-m // 32)), generator=gen, dtype=torch.uint8)
+    scale[..., : min(k, 256), 0] = torch.arange(min(k, 256), dtype=torch.uint8)
+    check_values(q, scale.to(DEVICE).mT, None, m, out)
+    check_values(q, scale.to(DEVICE).mT, None, m, out, row_stride=k + 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [*GROUP_CASES, pytest.param(list(range(70)), id="every_size")])
+def test_values_of_groups(sizes):
+    for tail, cols in ((0, 8), (7, 264), (300, 512)):
+        rows = sum(sizes) + tail
+        if rows:
+            q, scale, _ = reference.quantize_colwise(scaled_randn(rows, cols), ends(sizes), False, E4M3, "rceil")
+            check_values(q, scale, ends(sizes), rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [[50, 20, 90, 90, 90], [-5, 1000, 40, 7, 8], [500, 400, 300, 1, 2], [200] * 8])
+def test_values_of_bad_offs(bad):
+    offs = torch.tensor(bad, dtype=torch.int32, device=DEVICE)
+    q, scale, _ = reference.quantize_colwise(scaled_randn(210, 264), offs, False, E4M3, "rceil")
+    check_values(q, scale, offs, 210)
+
+
+@pytest.mark.gpu
+def test_values_strided():
+    q, scale, _ = reference.quantize_colwise(scaled_randn(256, 512), None, False, E4M3, "rceil")
+    check_values(q[:, 128:392], scale[:, 128:392], None, 256)
+    check_values(q[:, ::2], scale[:, ::2], None, 256)
+    check_values(q[:128], scale[:4], None, 128)
