@@ -320,6 +320,14 @@ def test_every_leaf_is_a_tensor():
         assert keys[:2] == [".qdata", ".scale"]
 
 
+def saves_e8m0():
+    """torch 2.11 has no code for e8m0 in saved programs, 2.13 has."""
+    from torch._export.serde import serialize
+
+    return torch.float8_e8m0fnu in serialize._TORCH_TO_SERIALIZE_DTYPE
+
+
+@pytest.mark.skipif(not saves_e8m0(), reason="this torch cannot save exported programs with e8m0 tensors")
 def test_export_with_quantized_weights():
     class Layer(torch.nn.Module):
         def forward(self, x, w, offs):

@@ -107,7 +107,7 @@ def test_supported_values_of_groups():
     assert not takes_values((mp, 512), offs=torch.zeros(12, dtype=torch.int32)[::2], rows=250)
 
 
-@pytest.mark.parametrize("config", [gluon_both.CONFIG_ROWS, gluon_dequantize.CONFIG, gluon_dequantize.CONFIG_GROUPS])
+@pytest.mark.parametrize("config", [gluon_both.CONFIG_ROWS, gluon_dequantize.CONFIG])
 def test_configuration_of_one_result(config):
     assert config.rows == _gluon.TILE_ROWS
     assert config.cols % 32 == 0

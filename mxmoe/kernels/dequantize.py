@@ -180,10 +180,10 @@ def dequantize(
     """Launch. Arguments are already checked by ``mxmoe.ops``; see there for the contract.
 
     Where groups were padded follows from ``source_offs`` alone. ``row_stride`` as for ``fake_quantize``.
-    Column-major colwise values go to the Gluon form on sm_90 and later, where sizes allow: it gives the same bytes.
+    Column-major colwise values of groups go to the Gluon form on sm_90 and later, where sizes allow: the same bytes.
     """
     source = source_offs if block == "colwise" else None
-    if gluon_dequantize.supported(
+    if source is not None and gluon_dequantize.supported(
         qdata, scale, block, source, rows, out_dtype, row_stride, device.capability(qdata.device)
     ):
         return gluon_dequantize.dequantize(qdata, scale, source, rows, out_dtype, row_stride)

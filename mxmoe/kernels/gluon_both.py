@@ -34,7 +34,10 @@ from mxmoe.kernels.blocked_experts import from_blocked
 # 128 registers: four programs on an SM at once, nothing spilled. Bands over all columns keep the rowwise scale bytes
 # of a row together: 3 % faster than bands of 8 tiles, 15 % than bands of 4 (sectors of 32 bytes go to memory in parts).
 CONFIG = Config(LR=4, WR=2, CBAND=65536, maxnreg=128)
-CONFIG_ROWS = Config(LR=4, WR=2, CBAND=65536, maxnreg=96)  # the rowwise half alone
+# The rowwise half alone. H200, 2026-12-01, share of a copy, (131072, 7168) with 1, 128 groups | (16384, 5120) with 1,
+# 8, 128: 0.993 0.980 | 0.946 0.923 0.858; four warps 1.000 0.985 | 0.962 0.942 0.800; bands of one column tile 0.871
+# 0.867 | 0.910 0.891 0.848; the plain form 0.995 0.963 | 0.946 0.934 0.746.
+CONFIG_ROWS = Config(LR=4, WR=2, W=2, CBAND=65536, maxnreg=96)
 
 PLAIN_BY_WAY_OF_BLOCKED = 1 << 24
 """Elements of a matrix from which plain scales are written blocked first and put in order by a second launch.
