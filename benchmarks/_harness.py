@@ -51,14 +51,16 @@ class HostTiming(NamedTuple):
 
 # --- environment -----------------------------------------------------------------------------------------------------
 def commit() -> str:
-    """Commit of the working tree, ``MXMOE_COMMIT`` where there is no git, else "unknown"."""
+    """``MXMOE_COMMIT`` where it is set (a copy of a tree may hold an older .git), else of the working tree."""
+    if os.environ.get("MXMOE_COMMIT"):
+        return os.environ["MXMOE_COMMIT"]
     try:
         run = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=REPO, capture_output=True, text=True)
         if run.returncode == 0 and run.stdout.strip():
             return run.stdout.strip()
     except OSError:
         pass
-    return os.environ.get("MXMOE_COMMIT", "unknown")
+    return "unknown"
 
 
 def _nvidia_smi(*fields: str) -> dict[str, str]:

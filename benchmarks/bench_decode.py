@@ -178,7 +178,7 @@ def _crossover(found: dict[tuple[Any, ...], dict[str, Any]], shape: tuple[int, .
     return f"{shape}: decoding is faster than expanding the weights up to {tokens[-1]:g} tokens per expert."
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def plot(env: dict[str, Any], rows: list[dict[str, Any]], path: Path | str) -> None:
     """Time over tokens per expert, one panel per weight shape."""
     import matplotlib
 
@@ -200,7 +200,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axes[0][0].set_ylabel("us")
     axes[0][0].legend()
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
 
@@ -227,7 +227,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     print(report(writer.env, writer.rows))
     if args.plot:
-        plot(writer.rows, args.plot)
+        plot(writer.env, writer.rows, args.plot)
 
 
 if __name__ == "__main__":
