@@ -783,9 +783,10 @@ def _resume(src: Path, dst: Path, wanted: Mapping[str, object]) -> tuple[dict[st
     if not state.exists():
         half = state.with_name(state.name + ".tmp")  # interrupted before the state file had its name
         if any(file != half for file in dst.iterdir()):
-            raise FileExistsError(
-                f"{dst} is not empty and was not left by an interrupted conversion: choose another folder"
-            )
+            found = "is not empty and was not left by an interrupted conversion"
+            if any(dst.glob("*.safetensors")):
+                found = "holds a finished checkpoint"
+            raise FileExistsError(f"{dst} {found}: choose another folder")
         _write_json(state, {**wanted, "done": {}, "sources": {}})
         return {}, {}
     before = _read_json(state)

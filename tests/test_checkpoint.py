@@ -563,7 +563,7 @@ def test_convert_refuses(source, tmp_path, capsys):
     assert "is not empty and was not left by an interrupted conversion" in capsys.readouterr().err
     assert [p.name for p in dst.iterdir()] == ["notes.txt"]
     checkpoint.convert_checkpoint(source, tmp_path / "mx", progress=False)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="holds a finished checkpoint"):
         checkpoint.convert_checkpoint(source, tmp_path / "mx", progress=False)
     with pytest.raises(ValueError, match=r"is quantized already \(fp8\)"):
         checkpoint.convert_checkpoint(tmp_path / "mx", tmp_path / "again", progress=False)

@@ -486,3 +486,16 @@ def test_no_sync_and_cuda_graph():
         assert_bitwise(out, expected)
         for a, b in zip(grads, expected_grads, strict=True):
             assert_bitwise(a, b)
+
+
+def test_operands_of_experts_are_named():
+    x, ids, weights = torch.randn(4, 32), torch.zeros(4, 2, dtype=torch.int64), torch.rand(4, 2)
+    up, down = torch.randn(2, 64, 32), torch.randn(2, 32, 32)
+    with pytest.raises(TypeError, match="top_k_index must be int64 or int32, got float32"):
+        moe.experts(x, ids.float(), weights, up, down)
+    with pytest.raises(ValueError, match=r"top_k_index must be \(T, k\) with T = 4"):
+        moe.experts(x, ids[:3], weights[:3], up, down)
+    with pytest.raises(TypeError, match="recipe must be"):
+        moe.experts(x, ids, weights, up, down, recipe="mxfp8")
+    with pytest.raises(ValueError, match="no experts"):
+        moe.experts(x, ids, weights, up[:0], down[:0])

@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = importlib.import_module(f".{name}", __name__)
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))

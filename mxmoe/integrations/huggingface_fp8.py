@@ -20,6 +20,7 @@ from ..formats import BLOCK, SCALE_DTYPE
 from ..nn.mx_experts import ServingWeight, mx_experts_forward
 from ..ops.decode import pack_weight
 from ..recipe import MXRecipe
+from . import huggingface
 
 NAME = "mxmoe"
 MX_NAME = "mxmoe_mxfp8"
@@ -52,6 +53,9 @@ def register(name: str = NAME, *, recipe: MXRecipe | None = None) -> None:
     if present is None or recipe is not None:
         FP8ExpertsInterface.register(name, forward)
     ExpertsInterface.register(MX_NAME, mx_module_forward)
+    # Where transformers reads an fp8 checkpoint as bf16 (no GPU), it looks for the name among the ordinary ones.
+    if name not in ExpertsInterface._global_mapping:
+        huggingface.register(name)
 
 
 # --- modules of quantize_experts -------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from ..observe import _observers
 from ..observe import record as _record
 from ..recipe import MXRecipe
 from ..tensor import MXTensor, check
-from .grouped_mm import _engine, _high, _mx
+from .grouped_mm import _engine, _high, _mx, _recipe
 from .quantize import plain_scale
 from .select import Choice, choose
 
@@ -399,7 +399,7 @@ def experts(
     same bits.
     Source: ``docs/integrations/huggingface.md``.
     """
-    recipe = recipe if recipe is not None else MXRecipe()
+    recipe = _recipe(recipe)
     checks.tensor(x, "x", dims=(2,))
     for name, w in (("up", up), ("down", down)):
         if isinstance(w, MXTensor):
@@ -412,11 +412,9 @@ def experts(
             f"experts() takes x (T, H), up (E, 2I, H) and down (E, H, I), got {tuple(x.shape)}, {tuple(up.shape)} and "
             f"{tuple(down.shape)}"
         )
-    if top_k_index.shape != top_k_weights.shape or top_k_index.ndim != 2 or top_k_index.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"top_k_index and top_k_weights must both be (T, k) with T = {x.shape[0]}, got {tuple(top_k_index.shape)} "
-            f"and {tuple(top_k_weights.shape)}"
-        )
+    checks.top_k(top_k_index, top_k_weights, x.shape[0], x.device)
+    if e == 0:
+        raise ValueError("up and down hold no experts: at least one is needed")
     up_data, up_scale = _flat(up)
     down_data, down_scale = _flat(down)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, top_k_weights, up_data, down_data))
