@@ -74,6 +74,10 @@ CASES = {
         Case("rows", lambda: dequantize.dequantize(_q(192, 1024), _u8(192, 32), "rowwise", None, None, 192, BF16)),
         Case(
             "columns of groups",
+            lambda: dequantize.dequantize(_q(1024, 256).t(), _u8(1024, 8).t(), "colwise", OFFS, OFFS, 192, BF16),
+        ),
+        Case(
+            "columns of groups, less room than they may need",
             lambda: dequantize.dequantize(_q(1024, 192).t(), _u8(1024, 6).t(), "colwise", OFFS, OFFS, 192, BF16),
         ),
     ],
