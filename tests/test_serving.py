@@ -2,18 +2,20 @@
 
 import copy
 import io
+import pickle
 import re
 
 import cases
 import pytest
 import tiny_models
 import torch
-from cases import DEVICE, E4M3
+from cases import DEVICE, E4M3, assert_bitwise
 
 import mxmoe
 from mxmoe import MXRecipe, serving
 from mxmoe.integrations import huggingface_fp8
 from mxmoe.nn.mx_experts import ServingWeight, mx_experts_forward
+from mxmoe.ops import decode
 from mxmoe.reference import quantize
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "nemotron_h", "minimax_m2")
@@ -359,3 +361,83 @@ def test_facts_follow_the_weights():
     assert not torch.equal(changed, expected)
     module.gate_up_proj_scale.sub_(1)
     cases.assert_bitwise(logits(model), expected)
+
+
+# --- what is kept of a weight ----------------------------------------------------------------------------------------
+class Holder(torch.nn.Module):
+    """A module with one quantized weight, as ``serving_weight`` takes it."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        t = mxmoe.quantize(torch.randn(2, 64, 64) * 2.0 ** (6 * seed))
+        self.register_buffer("w", t.qdata.view(torch.uint8))
+        self.register_buffer("w_scale", t.scale_bytes.clone())
+
+    def facts(self):
+        found = huggingface_fp8.serving_weight(self, "w", "w_scale")
+        return found.packed, found.top
+
+    def right(self):
+        return decode.pack_weight(self.w.view(torch.float8_e4m3fn), self.w_scale)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Facts are kept on a GPU only."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def assert_facts(module):
+    for a, b in zip(module.facts(), module.right(), strict=True):
+        assert_bitwise(a, b)
+
+
+def test_facts_follow_the_weight(as_on_a_gpu):
+    module = Holder(0).to(DEVICE)
+    assert_facts(module)
+    first = module.facts()[0]
+    assert module.facts()[0] is first  # not found again
+    with torch.no_grad():
+        module.w.copy_(Holder(1).w)
+        module.w_scale.copy_(Holder(1).w_scale)
+    assert_facts(module)
+    module.w_scale = Holder(2).w_scale.to(DEVICE)  # replaced, version 0 again
+    assert_facts(module)
+    module.load_state_dict(Holder(3).state_dict())
+    assert "w_packed" not in module._buffers  # what compiled code would read
+    assert_facts(module)
+    other = pickle.loads(pickle.dumps(module))
+    with torch.no_grad():
+        other.w_scale += 1
+    assert_facts(other)
+
+
+def test_facts_do_not_outlive_their_weight(as_on_a_gpu):
+    """A new tensor at the address of a freed one, with the same version, is another weight."""
+    module = Holder(0).to(DEVICE)
+    assert_facts(module)
+    keys = huggingface_fp8._facts_of[module]["w"]
+    del module.w
+    assert keys[1].expired()
+    module.register_buffer("w", Holder(1).w.to(DEVICE))
+    huggingface_fp8._facts_of[module]["w"] = ((0, 0, module.w.data_ptr(), module.w_scale.data_ptr()), *keys[1:])
+    assert_facts(module)
+
+
+def test_no_facts_of_inference_tensors(as_on_a_gpu):
+    with torch.inference_mode():
+        module = Holder(0).to(DEVICE)
+        assert module.facts() == (None, None)
+        module.load_state_dict(Holder(1).state_dict())
+        assert module.facts() == (None, None)
+
+
+def test_remembered_facts_are_of_one_element_type(as_on_a_gpu):
+    t = mxmoe.quantize(torch.randn(2, 64, 64, device=DEVICE))
+    for _ in range(3):
+        e4m3 = decode.remembered(t.qdata, t.scale_bytes)
+    assert e4m3 is not None
+    assert decode.remembered(t.qdata.view(torch.float8_e5m2), t.scale_bytes) is None

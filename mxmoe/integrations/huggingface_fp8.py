@@ -11,10 +11,12 @@ Source: ``transformers/integrations/finegrained_fp8.py``, ``moe.py``, 5.17.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..formats import BLOCK, SCALE_DTYPE
 from ..nn.mx_experts import ServingWeight, mx_experts_forward
@@ -168,21 +170,48 @@ def fuses_swiglu(module: nn.Module) -> bool:
 def serving_weight(module: Any, weight: str, scale: str) -> ServingWeight:
     """Weight and scale of a module as the decode kernel takes them.
 
-    On a GPU, what it must know about them is found at the first call and kept in two buffers that no state_dict has;
-    writing to the weight makes them stale.
+    On a GPU, what it must know about them is found at the first eager call and kept in two buffers that no state_dict
+    has. It is found anew when weight or scale were written to, replaced or moved, and dropped by load_state_dict.
+    Of tensors made under inference mode, whose writes leave no trace, nothing is kept. Inside ``torch.compile`` nothing
+    can be compared: after a write in place other than load_state_dict, call the module once without it.
     """
     qdata, scales = getattr(module, weight), getattr(module, scale)
     q, s = qdata.detach().view(torch.float8_e4m3fn), scales.detach().view(torch.uint8)
     packed, top = getattr(module, f"{weight}_packed", None), getattr(module, f"{weight}_top", None)
     if torch.compiler.is_compiling() or not q.is_cuda:
         return ServingWeight(q, s, packed, top)
-    versions = [-1 if t.is_inference() else t._version for t in (qdata, scales)] + [qdata.data_ptr()]
-    seen = module.__dict__.setdefault("_mxmoe_packed_from", {})
-    if packed is None or seen.get(weight) != versions or packed.device != q.device:
+    if qdata.is_inference() or scales.is_inference():
+        _drop_facts(module, weight)
+        return ServingWeight(q, s)
+    versions = (qdata._version, scales._version, qdata.data_ptr(), scales.data_ptr())
+    if module not in _facts_of:
+        _facts_of[module] = {}
+        module.register_load_state_dict_pre_hook(_before_loading)
+    seen = _facts_of[module]
+    entry = seen.get(weight)
+    # An address and a version alone may belong to another tensor by now: the storages must be the ones that were seen.
+    same = entry is not None and entry[0] == versions and not any(ref.expired() for ref in entry[1:])
+    if packed is None or not same or packed.device != q.device:
         if torch.cuda.is_current_stream_capturing():
             return ServingWeight(q, s)  # buffers made inside a capture would be filled at its replay only
         packed, top = pack_weight(q, s)
         for name, value in ((f"{weight}_packed", packed), (f"{weight}_top", top)):
             module.register_buffer(name, value, persistent=False)
-        seen[weight] = versions
+        seen[weight] = (versions, *(StorageWeakRef(t.untyped_storage()) for t in (qdata, scales)))
     return ServingWeight(q, s, packed, top)
+
+
+# Beside the modules, not in them: a copy of a module must find its facts itself.
+_facts_of: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+
+
+def _drop_facts(module: nn.Module, weight: str) -> None:
+    for name in (f"{weight}_packed", f"{weight}_top"):
+        module._buffers.pop(name, None)
+
+
+def _before_loading(module: nn.Module, *_: object) -> None:
+    """Facts of the weights that are about to be overwritten go, so that compiled code does without them."""
+    for weight in _facts_of.get(module, {}):
+        _drop_facts(module, weight)
+    _facts_of.get(module, {}).clear()

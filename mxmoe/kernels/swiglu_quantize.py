@@ -341,7 +341,7 @@ def swiglu_backward(
     if m * i:
         grads = rounding(row_dtype or col_dtype, scale_mode, device)
         hiddens = rounding(hidden_dtype, scale_mode, device)
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        grad = grad.contiguous()
         table = unit_table(m, offs)
         want = (want_row, want_col and not shared, want_hidden, want_weights)
         fixed = {
@@ -355,14 +355,14 @@ def swiglu_backward(
             "HW": hiddens["HW"],
         }
         results, data = (row, col, hidden, d_weights), (weights.contiguous(), order, table)
-        words = _in_words(gate_up, out_dtype)
+        words = _in_words(gate_up, out_dtype) and _in_words(grad, out_dtype, 32)
         block_i, warps = config or (BACKWARD_WORDS if words else BACKWARD_TILE)
         if words:
             in_words = [t if t is None or t.dtype != torch.bfloat16 else t.view(torch.int32) for t in results]
             _swiglu_backward_words_kernel[(table.shape[0],)](
                 *in_words,
                 gate_up.view(torch.int32),
-                grad.contiguous().view(torch.int32),
+                grad.view(torch.int32),
                 *data,
                 m,
                 i // 2,
@@ -391,10 +391,11 @@ def swiglu_backward(
     return row, row if shared else col, hidden, d_weights
 
 
-def _in_words(gate_up: Tensor, out_dtype: torch.dtype) -> bool:
+def _in_words(t: Tensor, out_dtype: torch.dtype, multiple: int = 64) -> bool:
     """Whether pairs of columns can be read as words: bf16 in and out, whole blocks, rows behind each other."""
-    bf16 = gate_up.dtype == out_dtype == torch.bfloat16
-    return bf16 and gate_up.shape[1] % 64 == 0 and gate_up.is_contiguous() and gate_up.data_ptr() % 16 == 0
+    bf16 = t.dtype == out_dtype == torch.bfloat16
+    rows = t.is_contiguous() and t.stride(0) % 2 == 0 and t.data_ptr() % 16 == 0  # a single row may have any stride
+    return bf16 and t.shape[1] % multiple == 0 and rows
 
 
 def _case(backward: bool, rounded: bool = True, want: tuple[bool, ...] = (True,) * 4) -> object:

@@ -109,7 +109,9 @@ def check_rows(x: Tensor, scale: Tensor | None, name: str) -> None:
 
 
 # --- facts about weights ---------------------------------------------------------------------------------------------
-_packs: dict[tuple[int, int, torch.Size], tuple[StorageWeakRef, StorageWeakRef, tuple[int, int], _Packed | None]] = {}
+_packs: dict[
+    tuple[int, int, torch.Size, torch.dtype], tuple[StorageWeakRef, StorageWeakRef, tuple[int, int], _Packed | None]
+] = {}
 
 
 def pack_weight(qdata: Tensor, scale: Tensor) -> _Packed:
@@ -132,7 +134,7 @@ def remembered(qdata: Tensor, scale: Tensor) -> _Packed | None:
     """
     if not (qdata.is_contiguous() and scale.is_contiguous()):
         return None
-    key = (qdata.data_ptr(), scale.data_ptr(), qdata.shape)
+    key = (qdata.data_ptr(), scale.data_ptr(), qdata.shape, qdata.dtype)
     versions = (_version(qdata), _version(scale))
     entry = _packs.get(key)
     known = entry is not None and not entry[0].expired() and not entry[1].expired() and entry[2] == versions
@@ -151,7 +153,7 @@ def known(qdata: Tensor, scale: Tensor) -> bool:
     """Whether :func:`remembered` has an answer for the next use of a weight. Changes nothing."""
     if isinstance(qdata, torch._subclasses.FakeTensor) or qdata.is_meta:
         return False
-    entry = _packs.get((qdata.data_ptr(), scale.data_ptr(), qdata.shape))
+    entry = _packs.get((qdata.data_ptr(), scale.data_ptr(), qdata.shape, qdata.dtype))
     if entry is None or entry[0].expired() or entry[1].expired():
         return False
     capturing = qdata.is_cuda and torch.cuda.is_current_stream_capturing()
