@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..formats import BLOCK, SCALE_DTYPE
 from ..nn.mx_experts import ServingWeight, mx_experts_forward
-from ..ops.decode import pack_weight
+from ..ops.decode import remembered
 from ..recipe import MXRecipe
 from . import huggingface
 
@@ -180,38 +179,24 @@ def serving_weight(module: Any, weight: str, scale: str) -> ServingWeight:
     packed, top = getattr(module, f"{weight}_packed", None), getattr(module, f"{weight}_top", None)
     if torch.compiler.is_compiling() or not q.is_cuda:
         return ServingWeight(q, s, packed, top)
-    if qdata.is_inference() or scales.is_inference():
-        _drop_facts(module, weight)
+    facts = remembered(q, s, at_once=True)
+    if module not in _hooked:
+        _hooked.add(module)
+        module.register_load_state_dict_pre_hook(_drop_facts)
+    if facts is None:
+        if not torch.cuda.is_current_stream_capturing():  # made under inference mode
+            _drop_facts(module)
         return ServingWeight(q, s)
-    versions = (qdata._version, scales._version, qdata.data_ptr(), scales.data_ptr())
-    if module not in _facts_of:
-        _facts_of[module] = {}
-        module.register_load_state_dict_pre_hook(_before_loading)
-    seen = _facts_of[module]
-    entry = seen.get(weight)
-    # An address and a version alone may belong to another tensor by now: the storages must be the ones that were seen.
-    same = entry is not None and entry[0] == versions and not any(ref.expired() for ref in entry[1:])
-    if packed is None or not same or packed.device != q.device:
-        if torch.cuda.is_current_stream_capturing():
-            return ServingWeight(q, s)  # buffers made inside a capture would be filled at its replay only
-        packed, top = pack_weight(q, s)
-        for name, value in ((f"{weight}_packed", packed), (f"{weight}_top", top)):
+    if packed is not facts[0]:  # what compiled code reads
+        for name, value in zip((f"{weight}_packed", f"{weight}_top"), facts, strict=True):
             module.register_buffer(name, value, persistent=False)
-        seen[weight] = (versions, *(StorageWeakRef(t.untyped_storage()) for t in (qdata, scales)))
-    return ServingWeight(q, s, packed, top)
+    return ServingWeight(q, s, *facts)
 
 
-# Beside the modules, not in them: a copy of a module must find its facts itself.
-_facts_of: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+_hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def _drop_facts(module: nn.Module, weight: str) -> None:
-    for name in (f"{weight}_packed", f"{weight}_top"):
-        module._buffers.pop(name, None)
-
-
-def _before_loading(module: nn.Module, *_: object) -> None:
-    """Facts of the weights that are about to be overwritten go, so that compiled code does without them."""
-    for weight in _facts_of.get(module, {}):
-        _drop_facts(module, weight)
-    _facts_of.get(module, {}).clear()
+def _drop_facts(module: nn.Module, *_: object) -> None:
+    """The weights are about to be overwritten: compiled code, which compares nothing, does without facts from here."""
+    for name in [n for n in module._buffers if n.endswith(("_packed", "_top"))]:
+        del module._buffers[name]

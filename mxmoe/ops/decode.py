@@ -125,9 +125,10 @@ def _version(t: Tensor) -> int:
     return -1 if t.is_inference() else t._version
 
 
-def remembered(qdata: Tensor, scale: Tensor) -> _Packed | None:
+def remembered(qdata: Tensor, scale: Tensor, at_once: bool = False) -> _Packed | None:
     """``pack_weight`` of a weight that is used a second time unchanged; None the first time, or inside a graph capture.
 
+    ``at_once``: already at the first use, for weights that are known to stay.
     Call it once per use. Never of weights made under inference mode, whose writes leave no trace, nor of views that
     have to be copied. Holds no reference to the weight: an entry dies with its storage, and a write to the weight makes
     it stale.
@@ -144,7 +145,7 @@ def remembered(qdata: Tensor, scale: Tensor) -> _Packed | None:
         return None
     for old in [k for k, e in _packs.items() if e[0].expired() or e[1].expired()]:
         del _packs[old]
-    packed = pack_weight(qdata, scale) if known else None
+    packed = pack_weight(qdata, scale) if known or at_once else None
     _packs[key] = (StorageWeakRef(qdata.untyped_storage()), StorageWeakRef(scale.untyped_storage()), versions, packed)
     return packed
 
