@@ -89,6 +89,14 @@ CASES = {
         ),
         Case("square", lambda: fake_quantize.fake_quantize(_x(3, 128, 1024), "square", None, E4M3, MODE, BF16)),
         Case("both", lambda: fake_quantize.fake_quantize_both(_x(192, 1024), OFFS, E4M3, MODE, BF16)),
+        Case(
+            "rows, fp16", lambda: fake_quantize.fake_quantize(_x(192, 1024).half(), "rowwise", OFFS, E4M3, MODE, BF16)
+        ),
+        Case(
+            "square, fp16",
+            lambda: fake_quantize.fake_quantize(_x(3, 128, 1024).half(), "square", None, E4M3, MODE, BF16),
+        ),
+        Case("both, fp16", lambda: fake_quantize.fake_quantize_both(_x(192, 1024).half(), OFFS, E4M3, MODE, BF16)),
     ],
     "blocked": [
         Case("one matrix", lambda: blocked.to_blocked(_u8(256, 32))),

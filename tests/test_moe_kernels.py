@@ -236,7 +236,7 @@ def test_swiglu_backward_in_words(monkeypatch, name, intermediate, mode, dtypes)
     parts = [
         swiglu_quantize.swiglu_backward(*args, w) for w in ((True, False, False, True), (False, True, True, False))
     ]
-    monkeypatch.setattr(swiglu_quantize, "_in_words", lambda *_: False)
+    monkeypatch.setattr(swiglu_quantize, "_whole_words", lambda *_: False)
     expected = swiglu_quantize.swiglu_backward(*args, (True,) * 4)
     for what, a, b in zip(("row", "col", "hidden"), got[:3], expected[:3], strict=True):
         assert_bitwise(a, b, what)

@@ -18,13 +18,26 @@ apart and rounded through fp32.
 Source: ``docs/numerics.md``; PTX ISA, ``max.NaN.xorsign.abs``, ``fma.rn.bf16x2``.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ._moe import _block_powers, _through_elem
+from ._moe import _through_elem
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
+def in_words(*tensors: Tensor) -> bool:
+    """Whether pairs of columns can be read as words: bf16, an even number of them, rows at multiples of 4 bytes."""
+    return all(
+        t.dtype == torch.bfloat16
+        and t.shape[-1] % 2 == 0
+        and t.data_ptr() % 4 == 0
+        and all(s % 2 == 0 for s in t.stride()[:-1])
+        for t in tensors
+    )
+
+
 @triton.jit
 def even(w):
     """The even columns of words as fp32."""
@@ -83,7 +96,7 @@ def absmax_of_both(w, HW: tl.constexpr):
 
 # --- powers of a block -----------------------------------------------------------------------------------------------
 @triton.jit
-def word_powers(amax, E5M2: tl.constexpr, THRESH: tl.constexpr):
+def word_powers(amax, E5M2: tl.constexpr, THRESH: tl.constexpr, HW: tl.constexpr):
     """Words of two amax -> words of 2**(127 - byte) and of 2**(byte - 127), bf16; the first is NaN where byte is 255.
 
     Both halves at once: exponent fields never borrow from each other. Adding 0x7F - THRESH/2**16 carries into the
@@ -92,30 +105,39 @@ def word_powers(amax, E5M2: tl.constexpr, THRESH: tl.constexpr):
     EMAX: tl.constexpr = ((15 if E5M2 else 8) << 7) * 0x10001
     bits = amax & 0x7FFF7FFF
     power = (bits + ((0x7F - (THRESH >> 16)) * 0x10001)) & 0x7F807F80
-    scale = _max_halves(power, EMAX) - EMAX
+    scale = _max_halves(power, EMAX, HW) - EMAX
     bad = ((bits + 0x00800080) >> 15) & 0x00010001
     factor = (0x7F007F00 - scale) | (bad * 0x7FFF)
-    return factor, _max_halves(scale, 0x00400040)  # byte 0 is 2**-127, subnormal
+    return factor, _max_halves(scale, 0x00400040, HW)  # byte 0 is 2**-127, subnormal
 
 
 @triton.jit
-def _max_halves(a, B: tl.constexpr):
-    return tl.inline_asm_elementwise(
-        "max.u16x2 $0, $1, $2;", "=r,r,r", [a, tl.full(a.shape, B, tl.int32)], tl.int32, True, 1
-    )
+def _max_halves(a, B: tl.constexpr, HW: tl.constexpr):
+    """Per half: the larger one, unsigned; the halves of ``a`` are below 0x8000."""
+    if HW:
+        return tl.inline_asm_elementwise(
+            "max.u16x2 $0, $1, $2;", "=r,r,r", [a, tl.full(a.shape, B, tl.int32)], tl.int32, True, 1
+        )
+    else:
+        return tl.maximum(a & 0xFFFF, B & 0xFFFF) | (tl.maximum(a >> 16, B >> 16) << 16)
 
 
 # --- rounding --------------------------------------------------------------------------------------------------------
 @triton.jit
-def _round_asm(w, factor, scale, E5M2: tl.constexpr, CLAMP: tl.constexpr):
-    """Words through the element type and back."""
-    # 24 and 48; 2**-6 and 2**-14; 448 and 57344, as pairs of bf16.
-    ASM: tl.constexpr = _text(E5M2, CLAMP)
-    return tl.inline_asm_elementwise(ASM, "=r,r,r,r", [w, factor, scale], tl.int32, True, 1)
+def _round(w, factor, scale, E5M2: tl.constexpr, THRESH: tl.constexpr, HW: tl.constexpr):
+    """Words through the element type and back; ``factor`` and ``scale`` of ``word_powers``."""
+    if HW:
+        ASM: tl.constexpr = _text(E5M2, THRESH > 0x600000)
+        return tl.inline_asm_elementwise(ASM, "=r,r,r,r", [w, factor, scale], tl.int32, True, 1)
+    else:
+        low = _through_elem(even(w) * even(factor), E5M2, THRESH, HW) * even(scale)
+        high = _through_elem(odd(w) * odd(factor), E5M2, THRESH, HW) * odd(scale)
+        return pack(low, high, HW)
 
 
 @triton.constexpr_function
 def _text(e5m2, clamp):
+    # 24 and 48; 2**-6 and 2**-14; 448 and 57344, as pairs of bf16.
     shift, normal, largest = ("42404240", "38803880", "47604760") if e5m2 else ("41C041C0", "3C803C80", "43E043E0")
     minus = f"{int(shift, 16) | 0x80008000:X}"
     text = "{ .reg .b32 y, p, t, s, c; mul.rn.bf16x2 y, $1, $2;"
@@ -131,16 +153,8 @@ def _text(e5m2, clamp):
 @triton.jit
 def round_word_rows(w, E5M2: tl.constexpr, THRESH: tl.constexpr, HW: tl.constexpr):
     """``(32, B)`` words in blocks of 32 along the rows -> words."""
-    amax = absmax(w, 0, HW)
-    if HW:
-        factor, scale = word_powers(amax, E5M2, THRESH)
-        return _round_asm(w, factor[None, :], scale[None, :], E5M2, THRESH > 0x600000)
-    else:
-        low_factor, low_scale = _block_powers(amax << 16, E5M2, THRESH)
-        high_factor, high_scale = _block_powers(amax & -65536, E5M2, THRESH)
-        low = _through_elem(even(w) * low_factor[None, :], E5M2, THRESH, HW) * low_scale[None, :]
-        high = _through_elem(odd(w) * high_factor[None, :], E5M2, THRESH, HW) * high_scale[None, :]
-        return pack(low, high, HW)
+    factor, scale = word_powers(absmax(w, 0, HW), E5M2, THRESH, HW)
+    return _round(w, factor[None, :], scale[None, :], E5M2, THRESH, HW)
 
 
 @triton.jit
@@ -149,16 +163,8 @@ def round_word_last(w, E5M2: tl.constexpr, THRESH: tl.constexpr, HW: tl.constexp
     A: tl.constexpr = w.shape[0]
     B: tl.constexpr = w.shape[1]
     w3 = tl.reshape(w, (A, B // 16, 16))
-    amax = absmax_of_both(absmax(w3, 2, HW), HW)
-    if HW:
-        factor, scale = word_powers(amax, E5M2, THRESH)
-        w3 = _round_asm(w3, factor[:, :, None], scale[:, :, None], E5M2, THRESH > 0x600000)
-    else:
-        factor, scale = _block_powers(amax & -65536, E5M2, THRESH)
-        low = _through_elem(even(w3) * factor[:, :, None], E5M2, THRESH, HW) * scale[:, :, None]
-        high = _through_elem(odd(w3) * factor[:, :, None], E5M2, THRESH, HW) * scale[:, :, None]
-        w3 = pack(low, high, HW)
-    return tl.reshape(w3, (A, B))
+    factor, scale = word_powers(absmax_of_both(absmax(w3, 2, HW), HW), E5M2, THRESH, HW)
+    return tl.reshape(_round(w3, factor[:, :, None], scale[:, :, None], E5M2, THRESH, HW), (A, B))
 
 
 @triton.jit
@@ -167,11 +173,5 @@ def round_word_tile(w, E5M2: tl.constexpr, THRESH: tl.constexpr, HW: tl.constexp
     B: tl.constexpr = w.shape[1]
     amax = absmax_of_both(absmax(tl.reshape(absmax(w, 0, HW), (B // 16, 16)), 1, HW), HW)
     amax = tl.reshape(tl.broadcast_to(amax[:, None], (B // 16, 16)), (B,))
-    if HW:
-        factor, scale = word_powers(amax, E5M2, THRESH)
-        return _round_asm(w, factor[None, :], scale[None, :], E5M2, THRESH > 0x600000)
-    else:
-        factor, scale = _block_powers(amax & -65536, E5M2, THRESH)
-        low = _through_elem(even(w) * factor[None, :], E5M2, THRESH, HW) * scale[None, :]
-        high = _through_elem(odd(w) * factor[None, :], E5M2, THRESH, HW) * scale[None, :]
-        return pack(low, high, HW)
+    factor, scale = word_powers(amax, E5M2, THRESH, HW)
+    return _round(w, factor[None, :], scale[None, :], E5M2, THRESH, HW)

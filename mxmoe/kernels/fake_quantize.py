@@ -28,7 +28,7 @@ from ..formats import BLOCK
 from ._blocks import batch_grid, batch_index, block_rows
 from ._e8m0 import constants, elem_value, quantize_last, quantize_middle, quantize_tile, scale_value
 from ._groups import last_end
-from ._packed import round_word_last, round_word_rows, round_word_tile
+from ._packed import in_words, round_word_last, round_word_rows, round_word_tile
 from .quantize_colwise import load_blocks, row_units
 
 # (BLOCK_M, BLOCK_K, STEPS, num_warps); _GROUPS: with offs.
@@ -244,7 +244,7 @@ def fake_quantize(
     out = row_major_output(x.shape, out_dtype, x.device, row_stride)
     if not out.numel():
         return out
-    if block != "rowwise" and _words(x, out):
+    if block != "rowwise" and in_words(x, out):
         _launch_words(KINDS[block], None, out, x, offs, elem_dtype, scale_mode)
         return out
     if block != "rowwise":
@@ -252,7 +252,7 @@ def fake_quantize(
         _launch_blocks(KINDS[block], None, out, x, offs, elem_dtype, scale_mode, tile)
         return out
     block_m, block_k, steps, warps = TILE_ROWWISE if offs is None else TILE_ROWWISE_GROUPS
-    words = _words(x, out)
+    words = in_words(x, out)
     result = out
     if words:
         block_k, x, out = block_k // 2, x.view(torch.int32), out.view(torch.int32)
@@ -298,7 +298,7 @@ def fake_quantize_both(
     x = x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
     row = row_major_output(x.shape, out_dtype, x.device, row_stride)
     col = row_major_output(x.shape, out_dtype, x.device, row_stride)
-    if row.numel() and _words(x, row):
+    if row.numel() and in_words(x, row):
         _launch_words(KINDS["both"], row, col, x, offs, elem_dtype, scale_mode)
     elif row.numel():
         tile = TILE_BOTH
@@ -306,13 +306,6 @@ def fake_quantize_both(
             tile = TILE_BOTH_MANY_GROUPS if offs.shape[0] > MANY_GROUPS else TILE_BOTH_GROUPS
         _launch_blocks(KINDS["both"], row, col, x, offs, elem_dtype, scale_mode, tile)
     return row, col
-
-
-def _words(x: Tensor, out: Tensor) -> bool:
-    """bf16 to bf16, rows of whole words at aligned addresses."""
-    if not x.dtype == out.dtype == torch.bfloat16 or x.shape[-1] % 2 or x.data_ptr() % 4:
-        return False
-    return all(s % 2 == 0 for t in (x, out) for s in t.stride()[:-1])
 
 
 def _launch_words(

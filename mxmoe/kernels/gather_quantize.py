@@ -28,7 +28,7 @@ from ..shapes import cdiv
 from ._groups import last_end
 from ._moe import round_last, round_rows, rounding, unit_rows, unit_table
 from ._offline import Case
-from ._packed import round_word_last, round_word_rows
+from ._packed import in_words, round_word_last, round_word_rows
 
 ROWS_TILE = (4, 512, 4)  # (BLOCK_T, BLOCK_H, num_warps)
 COLS_TILE = (64, 1, 256)  # (BLOCK_H, num_warps, columns of a slab)
@@ -142,7 +142,7 @@ def gather_rows(
     if out.numel() == 0:
         return out
     block_t, block_h, warps = config
-    result, words = out, weights is None and _in_words(x, out)
+    result, words = out, weights is None and in_words(x, out)
     if words:
         x, out, h, block_h = x.view(torch.int32), out.view(torch.int32), h // 2, block_h // 2
     block_h = min(block_h, max(32, triton.next_power_of_2(h)))
@@ -185,7 +185,7 @@ def gather_cols(
     out = torch.empty((m, h), dtype=out_dtype, device=x.device)
     if out.numel() == 0:
         return out
-    result, words = out, _in_words(x, out)
+    result, words = out, in_words(x, out)
     block_h, warps, slab = config or (COLS_WORDS if words else COLS_TILE)
     if words:
         x, out, h, block_h, slab = x.view(torch.int32), out.view(torch.int32), h // 2, block_h // 2, slab // 2
@@ -212,14 +212,10 @@ def gather_cols(
     return result
 
 
-def _in_words(x: Tensor, out: Tensor) -> bool:
-    """Whether pairs of columns can be read as words: bf16 in and out, an even number of columns, aligned rows."""
-    bf16 = x.dtype == out.dtype == torch.bfloat16
-    return bf16 and x.shape[1] % 2 == 0 and x.stride(0) % 2 == 0 and x.data_ptr() % 4 == 0
-
-
-def _case(stem: str, elem_dtype: torch.dtype | None, weighted: bool = False) -> object:
-    x = torch.zeros(64, 2048, dtype=torch.bfloat16)
+def _case(
+    stem: str, elem_dtype: torch.dtype | None, weighted: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> object:
+    x = torch.zeros(64, 2048, dtype=dtype)
     position, offs = torch.zeros(64, 8, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
     if stem == "rows":
         weights = torch.zeros(64, 8, dtype=torch.bfloat16) if weighted else None
@@ -231,4 +227,6 @@ OFFLINE = [
     Case("rows", lambda: _case("rows", torch.float8_e4m3fn)),
     Case("rows, not rounded, weighted", lambda: _case("rows", None, True)),
     Case("cols", lambda: _case("cols", torch.float8_e4m3fn)),
+    Case("rows, fp16", lambda: _case("rows", torch.float8_e4m3fn, dtype=torch.float16)),
+    Case("cols, fp16", lambda: _case("cols", torch.float8_e4m3fn, dtype=torch.float16)),
 ]

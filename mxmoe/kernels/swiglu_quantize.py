@@ -30,12 +30,10 @@ from ..shapes import cdiv
 from ._groups import last_end
 from ._moe import round_last, round_rows, rounding, sigmoid, unit_rows, unit_table
 from ._offline import Case
-from ._packed import even, odd, pack, round_word_last, round_word_rows
+from ._packed import even, in_words, odd, pack, round_word_last, round_word_rows
 
 FORWARD_TILE = (8, 256, 4)  # (BLOCK_M, BLOCK_I, num_warps)
 BACKWARD_TILE = (64, 4)  # (BLOCK_I, num_warps), any dtype
-
-
 # bf16 layers, in words of two columns: (words of a column tile, num_warps). H200, 2026-12-01, TB/s at 131072 x 1536 |
 # 131072 x 4096: 3.63 | 3.78; (64, 8) 3.14 | 3.25, (32, 4) 3.10 | 3.12, (16, 1) less. Programs of two kinds side by
 # side, 8 rows x 128 words for the row results, 32 x 64 for the others, the second read from the L2: 2.98 | 3.11; as two
@@ -355,7 +353,7 @@ def swiglu_backward(
             "HW": hiddens["HW"],
         }
         results, data = (row, col, hidden, d_weights), (weights.contiguous(), order, table)
-        words = _in_words(gate_up, out_dtype) and _in_words(grad, out_dtype, 32)
+        words = out_dtype == torch.bfloat16 and _whole_words(gate_up, grad)
         block_i, warps = config or (BACKWARD_WORDS if words else BACKWARD_TILE)
         if words:
             in_words = [t if t is None or t.dtype != torch.bfloat16 else t.view(torch.int32) for t in results]
@@ -391,15 +389,17 @@ def swiglu_backward(
     return row, row if shared else col, hidden, d_weights
 
 
-def _in_words(t: Tensor, out_dtype: torch.dtype, multiple: int = 64) -> bool:
-    """Whether pairs of columns can be read as words: bf16 in and out, whole blocks, rows behind each other."""
-    bf16 = t.dtype == out_dtype == torch.bfloat16
-    rows = t.is_contiguous() and t.stride(0) % 2 == 0 and t.data_ptr() % 16 == 0  # a single row may have any stride
-    return bf16 and t.shape[1] % multiple == 0 and rows
+def _whole_words(gate_up: Tensor, grad: Tensor) -> bool:
+    """Whether the kernel on words takes them: whole blocks, rows behind each other from multiples of 16 bytes on."""
+    if grad.shape[1] % 32 or not in_words(gate_up, grad):
+        return False
+    return all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (gate_up, grad))
 
 
-def _case(backward: bool, rounded: bool = True, want: tuple[bool, ...] = (True,) * 4) -> object:
-    gate_up = torch.zeros(512, 1536, dtype=torch.bfloat16)
+def _case(
+    backward: bool, rounded: bool = True, want: tuple[bool, ...] = (True,) * 4, dtype: torch.dtype = torch.bfloat16
+) -> object:
+    gate_up = torch.zeros(512, 1536, dtype=dtype)
     weights, order = torch.zeros(64, 8, dtype=torch.bfloat16), torch.zeros(512, dtype=torch.int32)
     offs, elem = torch.zeros(128, dtype=torch.int32), torch.float8_e4m3fn if rounded else None
     if not backward:
@@ -414,4 +414,5 @@ OFFLINE = [
     Case("backward", lambda: _case(True), spills=16),
     Case("backward, not rounded", lambda: _case(True, False)),
     Case("backward, frozen weights", lambda: _case(True, True, (True, False, False, True))),
+    Case("backward, fp16", lambda: _case(True, dtype=torch.float16), spills=16),
 ]

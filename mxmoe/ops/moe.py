@@ -395,7 +395,7 @@ def experts(
     Returns: ``(T, H)``, dtype of x. Raises: ``TypeError``, ``ValueError`` for operands that do not fit. Sync: none.
     Empty: T = 0 gives ``(0, H)`` with gradients. Gradient: to x, top_k_weights, up and down; none to an MXTensor.
     Deterministic: two runs give the same bits. Memory: ``save="mxfp8"`` runs the activation's backward twice, for less
-    at the peak (Qwen3-30B-A3B block, 16384 tokens, by arithmetic: 2.48 GB above the inputs instead of 2.82), with the
+    at the peak (Qwen3-30B-A3B block, 16384 tokens: 2.48 GB above the inputs instead of 2.82), with the
     same bits.
     Source: ``docs/integrations/huggingface.md``.
     """
